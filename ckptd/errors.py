@@ -1,0 +1,191 @@
+"""Every error ckptd raises on purpose, in one tree.
+
+An error says what happened in its message, what to do in ``hint``, whether the same call may succeed later in
+``retryable``, and with which status a command ends in ``exit_code``. Foreign exceptions stop at the adapter that met
+them and become one of these.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class CkptdError(Exception):
+    """The root. ``hint``: one sentence for the operator, or empty."""
+
+    retryable: ClassVar[bool] = False
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+class UsageError(CkptdError):
+    """The caller asked for something that cannot be: a bad argument, a call out of order."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A setting is missing, malformed or contradicts another."""
+
+
+# What lies in storage
+
+
+class StorageError(CkptdError):
+    """A backend could not do what was asked. ``key`` names the object, or the root where there is none."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, key: str = "", hint: str = "") -> None:
+        super().__init__(f"{key}: {message}" if key else message, hint=hint)
+        self.key = key
+
+
+class NotFound(StorageError):
+    """The store says that no such object exists. Never used where the store could not tell."""
+
+
+class AlreadyExists(StorageError):
+    """A put that had to be the first found an object there. Whether it is ours is for the caller to find out."""
+
+
+class ShortRead(StorageError):
+    """The object ends before the bytes that were asked for."""
+
+
+class TooLarge(StorageError):
+    """The object is larger than the limit that the caller gave, or than the store takes."""
+
+
+class AccessDenied(StorageError):
+    """The store refused: credentials, permissions, a read-only file system."""
+
+
+class StorageFull(StorageError):
+    """No room: disk full, quota, or the store's own limit."""
+
+
+class ClockSkewed(StorageError):
+    """The store refuses requests because this machine's clock is wrong; the message has both times."""
+
+
+class Unavailable(StorageError):
+    """The store did not answer, or asked to come again later. The outcome of a write is unknown."""
+
+    retryable = True
+
+
+class CredentialsExpired(Unavailable):
+    """The credentials ran out; they are resolved anew on the next attempt."""
+
+
+# What the bytes mean
+
+
+class FormatError(CkptdError):
+    """Bytes that are not what the format specification allows."""
+
+    exit_code = 4
+
+
+class UnsupportedFormat(FormatError):
+    """A later format version than this release can read."""
+
+
+class IntegrityError(CkptdError):
+    """Bytes that differ from what their digest, size or receipt promises."""
+
+    exit_code = 5
+
+
+class CoverageError(CkptdError):
+    """The pieces of a tensor do not cover it exactly once, so nothing is committed."""
+
+    exit_code = 5
+
+
+class NoCheckpoint(CkptdError):
+    """Nothing that was asked for exists, and the store was able to say so."""
+
+    exit_code = 6
+
+
+class MismatchError(CkptdError):
+    """The checkpoint and the live state do not fit: missing or unexpected names, other shapes or dtypes."""
+
+    exit_code = 7
+
+
+# Saving
+
+
+class StateError(CkptdError):
+    """The state holds something that cannot be saved; the message names its path. Nothing was written."""
+
+    exit_code = 7
+
+
+class SaveError(CkptdError):
+    """One save failed. Training goes on, and the next save starts afresh."""
+
+    exit_code = 8
+
+
+class SaveSkipped(SaveError):
+    """The save did not take place: no free slot in time, or another rank skipped the step."""
+
+
+class SnapshotVoided(SaveError):
+    """The state changed while it was being copied; the message names the tensor. The copy was thrown away."""
+
+
+class Superseded(SaveError):
+    """A newer generation of the run exists; its owner is named. This one writes no more."""
+
+
+class RunInUse(CkptdError):
+    """A live owner holds the run, or this rank of it. ``takeover=True`` takes it away."""
+
+    exit_code = 9
+
+
+# Processes
+
+
+class DaemonError(CkptdError):
+    """The daemon cannot be reached, refused, or went away."""
+
+    retryable = True
+    exit_code = 10
+
+
+class ProtocolError(DaemonError):
+    """A message that the wire protocol does not allow."""
+
+    retryable = False
+
+
+class ResourceError(CkptdError):
+    """Not enough memory, descriptors or locked pages here; the message has the figures."""
+
+    exit_code = 11
+
+
+class DeadlineExceeded(CkptdError):
+    """A bounded wait ran out; the message names what was awaited and who is late."""
+
+    retryable = True
+    exit_code = 12
+
+
+def first_line(error: BaseException) -> str:
+    """``Type: message`` for a log line or a wire message, without secrets or traceback."""
+    text = str(error) or type(error).__name__
+    return text if isinstance(error, CkptdError) else f"{type(error).__name__}: {text}"

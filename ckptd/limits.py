@@ -1,0 +1,58 @@
+"""Every limit that more than one module knows, with its reason. All are upper bounds unless the name says otherwise."""
+
+from __future__ import annotations
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+PAGE_BYTES = 4096
+"""Alignment of slots and of a shard's data: what direct I/O and page tables want."""
+
+# Format: a hostile or broken object is refused before it costs more than this.
+
+HEADER_BYTES_MAX = 100_000_000
+"""The safetensors limit on a header; longer ones are refused by every reader."""
+RECEIPT_BYTES_MAX = 512 * MIB
+MANIFEST_BYTES_MAX = 64 * MIB
+INDEX_INLINE_BYTES_MAX = 256 * KIB
+"""Up to here the index lies inside the manifest; above, in objects of its own."""
+INDEX_PART_BYTES_TARGET = 4 * MIB
+SMALL_RECORD_BYTES_MAX = MIB
+"""run.json, generations, marks, leases, tombstones."""
+TREE_DEPTH_MAX = 64
+TENSOR_DIMS_MAX = 64
+NAME_BYTES_MAX = 4096
+INTEGER_MAX = 2**63 - 1
+"""Sizes and offsets are 64-bit everywhere."""
+
+BLOCK_BYTES = MIB
+"""A digest covers at most this much, and never crosses a tensor."""
+
+# Shared memory
+
+SLOTS_MAX = 16
+SLOT_SLACK_FRACTION = 0.02
+"""Room for plain values that grow, so that a longer log list does not mean a new arena."""
+SLOT_SLACK_BYTES_MIN = MIB
+
+# Wire
+
+MESSAGE_BYTES_MAX = 128 * KIB
+"""One datagram on the socket; bulk lies in the arena, never in messages."""
+CLIENTS_MAX = 1024
+SEND_QUEUE_MAX = 1024
+"""Messages that wait for a client that does not read; then it is disconnected."""
+
+# Waits
+
+CONNECT_SECONDS = 30.0
+AGREEMENT_SECONDS = 300.0
+COMMIT_SECONDS = 1800.0
+"""How long a commit waits for the receipts of other ranks before the save is given up and reported."""
+COMMIT_TAKEOVER_SECONDS = 15.0
+"""How long the daemons of other ranks wait for rank 0's to commit before they do it, plus jitter."""
+IDLE_EXIT_SECONDS = 3600.0
+"""A daemon that a client started ends itself after so long without clients and without work."""
+LEASE_SECONDS = 60.0
+"""A writer's lease that is older than this, by the store's clock, has expired."""
