@@ -1,0 +1,84 @@
+"""Names in storage. Never made from user strings; no key is another's prefix at a ``/``.
+
+A key is segments of ``[A-Za-z0-9._=-]`` joined by ``/``. Numbers are zero-padded, so that a listing in order of key is
+a listing in order of step; they are parsed as integers all the same.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ckptd.errors import FormatError
+
+_SEGMENT = r"(?!\.{1,2}(?:/|$))[A-Za-z0-9._=-]{1,200}"
+KEY_PATTERN = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT}){{0,7}}")
+
+RUN = "run.json"
+GENERATIONS = "generations/"
+CHECKPOINTS = "checkpoints/"
+MANIFESTS = "manifests/"
+MARKS = "marks/"
+LEASES = "leases/"
+TOMBSTONES = "tombstones/"
+AGREEMENT = "agreement/"
+
+STEP_MAX = 10**12 - 1
+GENERATION_MAX = 10**6 - 1
+RANK_MAX = 10**5 - 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Version:
+    """Which checkpoint: a step, written in a generation. Ordered by generation first only where code says so."""
+
+    step: int
+    generation: int
+
+    def __str__(self) -> str:
+        return f"{self.step:012d}-g{self.generation:06d}"
+
+
+_VERSION = re.compile(r"([0-9]{12})-g([0-9]{6})")
+
+
+def parse_version(text: str) -> Version:
+    """The inverse of ``str(version)``. Raises :class:`FormatError`."""
+    match = _VERSION.fullmatch(text)
+    if match is None:
+        raise FormatError(f"not a checkpoint name: {text[:80]!r}")
+    return Version(int(match[1]), int(match[2]))
+
+
+def generation_key(generation: int) -> str:
+    return f"{GENERATIONS}{generation:06d}.json"
+
+
+def manifest_key(version: Version) -> str:
+    return f"{MANIFESTS}{version}.json"
+
+
+def checkpoint_prefix(version: Version) -> str:
+    return f"{CHECKPOINTS}{version}/"
+
+
+def shard_key(version: Version, rank: int, world: int, attempt: str) -> str:
+    """Each attempt has its own name, so that a writer that wakes up late harms nothing."""
+    return f"{checkpoint_prefix(version)}rank-{rank:05d}-of-{world:05d}-{attempt}.safetensors"
+
+
+def receipt_key(version: Version, rank: int, world: int) -> str:
+    """The first receipt of a rank wins: it names the attempt that counts."""
+    return f"{checkpoint_prefix(version)}rank-{rank:05d}-of-{world:05d}.json"
+
+
+def index_key(version: Version, number: int) -> str:
+    return f"{checkpoint_prefix(version)}index-{number:05d}.json"
+
+
+def mark_key(version: Version, kind: str, unique: str) -> str:
+    return f"{MARKS}{version}/{kind}-{unique}.json"
+
+
+def tombstone_key(version: Version) -> str:
+    return f"{TOMBSTONES}{version}.json"

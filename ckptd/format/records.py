@@ -1,0 +1,320 @@
+"""The records of a run, as typed data: run, generation, snapshot, receipt, manifest, index, mark, lease, tombstone.
+
+All are JSON objects whose first member is ``format`` and second ``kind``. Numbers are integers; byte strings are
+base64. Unknown optional members are ignored, unknown kinds and later format versions are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+import msgspec
+
+from ckptd.errors import FormatError, UnsupportedFormat
+from ckptd.format.keys import GENERATION_MAX, RANK_MAX, STEP_MAX, Version
+from ckptd.limits import INTEGER_MAX, NAME_BYTES_MAX, TENSOR_DIMS_MAX
+
+FORMAT = 1
+
+Size = Annotated[int, msgspec.Meta(ge=0, le=INTEGER_MAX)]
+Step = Annotated[int, msgspec.Meta(ge=0, le=STEP_MAX)]
+Generation = Annotated[int, msgspec.Meta(ge=0, le=GENERATION_MAX)]
+Rank = Annotated[int, msgspec.Meta(ge=0, le=RANK_MAX)]
+World = Annotated[int, msgspec.Meta(ge=1, le=RANK_MAX + 1)]
+Token = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._=-]{1,128}$")]
+"""An identifier: run, attempt."""
+Text = Annotated[str, msgspec.Meta(max_length=NAME_BYTES_MAX)]
+Hex = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+Shape = Annotated[tuple[Size, ...], msgspec.Meta(max_length=TENSOR_DIMS_MAX)]
+
+
+class Record(msgspec.Struct, kw_only=True, frozen=True):
+    """The common head of every record."""
+
+    format: Literal[1] = 1
+
+
+class Parent(msgspec.Struct, kw_only=True, frozen=True):
+    """The checkpoint from which a generation was opened."""
+
+    generation: Generation
+    step: Step
+
+    @property
+    def version(self) -> Version:
+        return Version(self.step, self.generation)
+
+
+class Box(msgspec.Struct, frozen=True):
+    """A rectangular part of a tensor: ``offsets[d] <= index[d] < offsets[d] + lengths[d]``."""
+
+    offsets: Shape
+    lengths: Shape
+
+
+class Span(msgspec.Struct, frozen=True):
+    """A flat range ``[start, stop)`` of a tensor's elements in row-major order."""
+
+    start: Size
+    stop: Size
+
+
+class Piece(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """What a shard holds of a tensor. Neither box nor span: all of it."""
+
+    at: Size
+    """Byte offset in the shard."""
+    box: Box | None = None
+    bytes: Size
+    span: Span | None = None
+
+
+class TensorEntry(msgspec.Struct, kw_only=True, frozen=True):
+    """A tensor that a rank has seen, under its global shape, and the pieces of it that the rank saved: none, where
+    other ranks own it."""
+
+    dtype: Text
+    name: Text
+    per_rank: bool
+    """The value is this rank's own and says nothing about other ranks' values of the same name."""
+    pieces: tuple[Piece, ...]
+    shape: Shape
+
+
+class Layout(msgspec.Struct, kw_only=True, frozen=True):
+    """What depends on the structure of a rank's state only, and so is the same from save to save."""
+
+    aliases: dict[Text, Text]
+    """Further names of the same memory (tied weights) → the name under which it is stored."""
+    header_bytes: Size
+    """Where data starts in the shard."""
+    shard_bytes: Size
+    tensors: tuple[TensorEntry, ...]
+    """In the order of their names' first appearance; the order of the data is that of ``Piece.at``."""
+
+
+class Snapshot(Record, kw_only=True, frozen=True):
+    """One rank's state at one step, as it lies in a slot beside the bytes of its shard."""
+
+    kind: Literal["snapshot"] = "snapshot"
+    generation: Generation
+    launch: Text
+    layout: msgspec.Raw
+    """A :class:`Layout`; see :func:`decode_layout`."""
+    metrics: dict[Text, float | None]
+    """What the training step reported; ``None`` for a value that is not finite."""
+    parent: Parent | None
+    parts: tuple[Text, ...]
+    """The names at the top of the state."""
+    rank: Rank
+    run: Token
+    step: Step
+    tree: msgspec.Raw
+    """The state tree: typed JSON of a dict of the state's parts."""
+    world: World
+
+    @property
+    def version(self) -> Version:
+        return Version(self.step, self.generation)
+
+
+class ShardProof(msgspec.Struct, kw_only=True, frozen=True):
+    """A durable shard and the digests taken from the snapshot itself."""
+
+    attempt: Token
+    blocks: bytes
+    """16 bytes for each block of :func:`ckptd.format.shard.block_bounds`."""
+    bytes: Size
+    checksum: Text
+    """What the store verified on arrival (for S3 the CRC32C of each part), or empty."""
+    digest: Hex
+    """xxh3-128 of ``blocks``."""
+    key: Text
+
+
+class Receipt(Record, kw_only=True, frozen=True):
+    """Proof that a rank's shard is durable. The first receipt put for a rank names the attempt that counts."""
+
+    kind: Literal["receipt"] = "receipt"
+    shard: ShardProof
+    snapshot: msgspec.Raw
+    """A :class:`Snapshot`, byte for byte as it lay in the slot."""
+
+
+class Skipped(Record, kw_only=True, frozen=True):
+    """In the place of a receipt: this rank does not take part, so the step will not be committed."""
+
+    kind: Literal["skipped"] = "skipped"
+    generation: Generation
+    rank: Rank
+    reason: Text
+    run: Token
+    step: Step
+
+
+class ReceiptRef(msgspec.Struct, kw_only=True, frozen=True):
+    bytes: Size
+    digest: Hex
+    key: Text
+    rank: Rank
+
+
+class IndexPiece(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """A piece and the rank whose shard holds it."""
+
+    at: Size
+    box: Box | None = None
+    bytes: Size
+    rank: Rank
+    span: Span | None = None
+
+
+class IndexEntry(msgspec.Struct, kw_only=True, frozen=True):
+    """A tensor that is one value for the whole world, and where all of its pieces lie."""
+
+    dtype: Text
+    name: Text
+    pieces: tuple[IndexPiece, ...]
+    shape: Shape
+
+
+class IndexRef(msgspec.Struct, kw_only=True, frozen=True):
+    """A part of an index that lies in an object of its own."""
+
+    bytes: Size
+    digest: Hex
+    first: Text
+    key: Text
+    last: Text
+
+
+class Index(Record, kw_only=True, frozen=True):
+    kind: Literal["index"] = "index"
+    tensors: tuple[IndexEntry, ...]
+    """Sorted by name."""
+
+
+class Manifest(Record, kw_only=True, frozen=True):
+    """The root of a checkpoint: it exists if and only if the checkpoint is committed.
+
+    A pure function of the receipts: racing committers write equal bytes.
+    """
+
+    kind: Literal["manifest"] = "manifest"
+    bytes: Size
+    """Of all shards together."""
+    generation: Generation
+    index: tuple[IndexEntry, ...] | None
+    """Sorted by name; ``None`` where it lies in the objects of ``index_parts``."""
+    index_parts: tuple[IndexRef, ...]
+    launch: Text
+    metrics: dict[Text, float | None]
+    """Rank 0's."""
+    parent: Parent | None
+    parts: tuple[Text, ...]
+    """The names at the top of the state, sorted, over all ranks."""
+    receipts: tuple[ReceiptRef, ...]
+    """One for each rank, in order of rank."""
+    run: Token
+    step: Step
+    world: World
+
+    @property
+    def version(self) -> Version:
+        return Version(self.step, self.generation)
+
+
+class Run(Record, kw_only=True, frozen=True):
+    kind: Literal["run"] = "run"
+    run: Token
+
+
+class GenerationRecord(Record, kw_only=True, frozen=True):
+    """One life of the run. Put if absent: the number is the fencing token."""
+
+    kind: Literal["generation"] = "generation"
+    generation: Generation
+    host: Text
+    launch: Text
+    opened_from: Parent | None
+    pid: Size
+    run: Token
+    world: World
+
+
+class Mark(Record, kw_only=True, frozen=True):
+    """A verdict on a checkpoint. Append-only: of one kind the latest holds."""
+
+    kind: Literal["mark"] = "mark"
+    by: Text
+    mark: Literal["verified", "suspect", "pinned", "unpinned", "unhealthy", "revoked", "debug"]
+    reason: Text
+    version: Text
+
+
+class Lease(Record, kw_only=True, frozen=True):
+    """A claim that expires by the store's clock: a live writer, a reader, a reference in flight."""
+
+    kind: Literal["lease"] = "lease"
+    holder: Text
+    """Host, process id and launch id, for the message that refuses somebody else."""
+    purpose: Literal["writer", "reader", "reference"]
+    version: Text | None
+
+
+class Tombstone(Record, kw_only=True, frozen=True):
+    """A deletion that has been announced."""
+
+    kind: Literal["tombstone"] = "tombstone"
+    reason: Text
+    version: Text
+
+
+class _Head(msgspec.Struct):
+    format: int
+    kind: str
+
+
+AnyRecord = TypeVar("AnyRecord", bound=Record)
+
+
+def encode(record: msgspec.Struct) -> bytes:
+    """One spelling per record, so that equal records are equal bytes."""
+    return msgspec.json.encode(record, order="deterministic")
+
+
+def decode(data: bytes | memoryview, kind: type[AnyRecord]) -> AnyRecord:
+    """A record of the given type.
+
+    Raises :class:`UnsupportedFormat` for a later format version, :class:`FormatError` for everything else that is not
+    such a record, whatever the bytes.
+    """
+    try:
+        head = msgspec.json.decode(data, type=_Head)
+        if head.format != FORMAT:
+            raise UnsupportedFormat(
+                f"format version {head.format}, and this release reads {FORMAT}", hint="upgrade ckptd"
+            )
+        wanted = cast(str, msgspec.structs.fields(kind)[1].default)
+        if head.kind != wanted:
+            raise FormatError(f"expected a {wanted}, found a {head.kind[:40]!r}")
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
+        raise FormatError(f"not a record of the format: {error}") from None
+
+
+def decode_layout(raw: msgspec.Raw) -> Layout:
+    """Raises :class:`FormatError`."""
+    try:
+        return msgspec.json.decode(raw, type=Layout)
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
+        raise FormatError(f"malformed layout: {error}") from None
+
+
+def metrics_for_record(metrics: dict[str, Any]) -> dict[str, float | None]:
+    """Numbers as a record keeps them; JSON has no nan and no infinity."""
+    kept: dict[str, float | None] = {}
+    for name, value in metrics.items():
+        number = float(value)
+        kept[name] = number if -float("inf") < number < float("inf") else None
+    return kept

@@ -1,0 +1,112 @@
+"""A shard: one rank's object, a valid safetensors file whose data starts on a page boundary and has no holes.
+
+Pieces lie in order of falling item size, so that each is aligned to its item, in the slot as in the file. The header
+is padded with spaces (which safetensors allows) so that the data starts at a multiple of 4096 bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from ckptd.errors import FormatError, StateError
+from ckptd.format.dtypes import ITEM_BYTES, element_count, stored_as
+from ckptd.limits import BLOCK_BYTES, HEADER_BYTES_MAX, PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPiece:
+    """A piece as it is to lie in a shard."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return element_count(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """Where everything lies in a shard."""
+
+    header: bytes
+    """All bytes before the data, padded: its length is where the data starts, a multiple of 4096."""
+    offsets: tuple[int, ...]
+    """Byte offset of each piece from the start of the file, in the order in which the pieces were given."""
+    size_bytes: int
+    """Of the whole file."""
+
+
+def file_order(pieces: Sequence[StoredPiece]) -> list[int]:
+    """Indices of the pieces in the order in which they lie in the file: large items first, else as given."""
+    return sorted(range(len(pieces)), key=lambda i: -ITEM_BYTES[pieces[i].dtype])
+
+
+def lay_out(pieces: Sequence[StoredPiece]) -> ShardLayout:
+    """Lay pieces out as a shard. Names must be unique. Raises :class:`StateError` where the header grows too long."""
+    offsets = [0] * len(pieces)
+    position = 0
+    entries: dict[str, object] = {"__metadata__": {"ckptd": "1"}}
+    for i in file_order(pieces):
+        piece = pieces[i]
+        dtype, shape = stored_as(piece.dtype, piece.shape)
+        stop = position + piece.size_bytes
+        entries[piece.name] = {"dtype": dtype, "shape": shape, "data_offsets": (position, stop)}
+        offsets[i] = position
+        position = stop
+    if len(entries) != len(pieces) + 1:
+        raise StateError("two pieces of the state have the same name in the shard")
+    text = msgspec.json.encode(entries)
+    data_start = -(-(8 + len(text)) // PAGE_BYTES) * PAGE_BYTES
+    if data_start - 8 > HEADER_BYTES_MAX:
+        raise StateError(f"{len(pieces)} pieces make a header of {len(text)} bytes, over {HEADER_BYTES_MAX}")
+    header = struct.pack("<Q", data_start - 8) + text.ljust(data_start - 8, b" ")
+    return ShardLayout(header, tuple(data_start + offset for offset in offsets), data_start + position)
+
+
+class _HeaderEntry(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def read_header(data: bytes | memoryview) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    """Name → (safetensors dtype, shape, start, stop), byte offsets from the start of the file.
+
+    ``data`` is the file's head, at least its whole header. Raises :class:`FormatError`.
+    """
+    if len(data) < 8:
+        raise FormatError(f"a shard of {len(data)} bytes has no header")
+    (length,) = struct.unpack("<Q", data[:8])
+    if length > HEADER_BYTES_MAX or 8 + length > len(data):
+        raise FormatError(f"shard header of {length} bytes in {len(data)} bytes read")
+    try:
+        raw = msgspec.json.decode(data[8 : 8 + length], type=dict[str, msgspec.Raw])
+        raw.pop("__metadata__", None)
+        entries = {name: msgspec.json.decode(text, type=_HeaderEntry) for name, text in raw.items()}
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise FormatError(f"shard header is not safetensors JSON: {error}") from None
+    start = 8 + length
+    return {n: (e.dtype, e.shape, start + e.data_offsets[0], start + e.data_offsets[1]) for n, e in entries.items()}
+
+
+def block_bounds(header_bytes: int, piece_bytes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Half-open byte ranges of the digest blocks of a shard, in order: the header, then each piece in file order,
+    each cut every :data:`BLOCK_BYTES`. An empty piece has no block."""
+    position = 0
+    for size in (header_bytes, *piece_bytes):
+        stop = position + size
+        while position < stop:
+            end = min(position + BLOCK_BYTES, stop)
+            yield position, end
+            position = end
+
+
+def block_count(size_bytes: int) -> int:
+    """How many digest blocks a header or piece of this size has."""
+    return -(-size_bytes // BLOCK_BYTES)

@@ -1,0 +1,211 @@
+"""The one interface to storage: an object store, not a file system.
+
+A backend is bound to a root (a run, usually) and knows keys below it. There is no rename, no directory and no append:
+a commit is an object that appears. Data goes in as a view of memory that can be read again, so that retries and
+parallel parts need no stream type and no copy.
+
+Retry, concurrency and bandwidth limits, tracing and faults are wrappers of this same interface, never part of a
+backend. The conformance suite, ``ckptd_backends.testing``, states every promise below as a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast, runtime_checkable
+from urllib.parse import urlsplit
+
+from ckptd.errors import ConfigError, UsageError
+from ckptd.format.keys import KEY_PATTERN
+
+StorageOptions = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """What a store says of one object."""
+
+    key: str
+    """Relative to the backend's root."""
+    size_bytes: int
+    modified_seconds: float
+    """Unix time by the *store's* clock; the only clock that deletion may use."""
+    checksum: str = ""
+    """A checksum that the store verified on arrival (S3: the CRC32C of each part, ``crc32c:<hex>,<hex>,…``), or
+    empty. ``head`` may know only the checksum over those, ``crc32c-of:<hex>-<parts>``."""
+    path_taken: str = ""
+    """How the bytes went: ``direct``, ``buffered``, ``single``, ``multipart`` …; for the save's statistics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """Facts about a backend, not wishes."""
+
+    put_if_absent: bool
+    """``put(if_absent=True)`` lets exactly one of any number of writers win."""
+    inflight_max: int
+    """Blocking operations that may run at once."""
+    part_bytes: int
+    """Size of the parts in which large data is read from its source; a multiple of 4096."""
+    survives_power_loss: bool
+    """Durable on return holds against power loss, not only against the death of processes."""
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Bytes that may still be arriving, as in a slot that is being filled."""
+
+    @property
+    def view(self) -> memoryview:
+        """All of the bytes, read-only, contiguous; those not yet ready may still change."""
+        ...
+
+    async def ready(self, start: int, stop: int) -> None:
+        """Return once ``view[start:stop]`` is final. Raises to abandon the put. May be called again for a retry."""
+        ...
+
+    async def complete(self) -> None:
+        """Called after the last part was read and before the object becomes visible. Raises to abandon the put."""
+        ...
+
+
+class Backend(Protocol):
+    """Objects under one root. Safe to use from any number of tasks of one event loop."""
+
+    @property
+    def url(self) -> str:
+        """The root, without secrets; for messages."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    async def put(self, key: str, data: bytes | memoryview | Source, *, if_absent: bool = False) -> ObjectInfo:
+        """Store one object. Atomic: readers see all of it or nothing. Durable on return.
+
+        With a :class:`Source`, ``ready`` is awaited before each part is read and ``complete`` before the object
+        becomes visible. May be called again with the same bytes. Keeps no reference to ``data`` after it returned or
+        raised; a put that failed or was cancelled leaves nothing visible and no temporary behind, unless the process
+        dies. Only a put that fails or is cancelled *while* the object becomes visible may leave it there: read it back.
+
+        Raises :class:`AlreadyExists` where ``if_absent`` and any object is there, whoever wrote it.
+        """
+        ...
+
+    async def get(self, key: str, *, limit_bytes: int) -> bytes:
+        """A small object, whole. Raises :class:`TooLarge` over the limit, never truncates; :class:`NotFound`."""
+        ...
+
+    async def read_into(self, key: str, out: memoryview, *, offset: int = 0) -> None:
+        """Fill ``out`` exactly with the bytes from ``offset`` on, or raise :class:`ShortRead`. Empty ``out``: a no-op
+        that still raises :class:`NotFound`."""
+        ...
+
+    async def head(self, key: str) -> ObjectInfo:
+        """Raises :class:`NotFound` only where the store says so, not where it could not tell."""
+        ...
+
+    def scan(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        """Objects whose key starts with ``prefix`` (empty, or ending in ``/``), in order of key. A hint, never a
+        proof of absence: a store may list late. Temporaries and foreign names are left out."""
+        ...
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        """Idempotent: a missing object is a success. Failures are collected into one :class:`ExceptionGroup`."""
+        ...
+
+    async def aclose(self) -> None:
+        """Idempotent. Waits for what is in flight."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that a self-test learned about a store."""
+
+    level: Literal["ok", "warning", "error"]
+    subject: str
+    """What was tried, in a few words: ``conditional put``, ``clock``, ``route`` …"""
+    message: str
+    hint: str = ""
+
+
+@runtime_checkable
+class SelfTesting(Protocol):
+    """A backend that can find out whether its store keeps its word. Wrappers pass this on."""
+
+    async def self_test(self) -> list[Finding]:
+        """Try with probe objects of its own, and remove them. What is wrong with the store is an error among the
+        findings; only what kept the test itself from running is raised. May change :attr:`Backend.capabilities`."""
+        ...
+
+
+@runtime_checkable
+class LeavingUploads(Protocol):
+    """A backend whose store keeps the parts of uploads that were never completed. Wrappers pass this on."""
+
+    async def abort_stale_uploads(self) -> int:
+        """Abort the journaled uploads below this root whose writer is dead, and own ones whose abort failed before.
+        Returns how many. To be called at start and at intervals; never touches what a live writer is sending."""
+        ...
+
+
+class Factory(Protocol):
+    """What an entry point in the group ``ckptd.backends`` names, by URL scheme."""
+
+    def __call__(self, url: str, options: StorageOptions, *, state_dir: Path | None) -> Backend: ...
+
+
+def check_key(key: str) -> None:
+    """Raise :class:`UsageError` unless ``key`` fits the format's key grammar (segments of ``[A-Za-z0-9._=-]``)."""
+    if KEY_PATTERN.fullmatch(key) is None:
+        raise UsageError(f"not a key of the format: {key!r}")
+
+
+def check_prefix(prefix: str) -> None:
+    """Raise :class:`UsageError` unless ``prefix`` is empty, or a key followed by ``/``."""
+    if prefix and not (prefix.endswith("/") and KEY_PATTERN.fullmatch(prefix[:-1])):
+        raise UsageError(f"not a prefix of keys of the format: {prefix!r}", hint="it is empty or ends in '/'")
+
+
+def normal_url(url: str) -> str:
+    """The one spelling of a root: a scheme always, absolute paths, no trailing slash. A bare path is ``file://``."""
+    if "://" not in url:
+        return f"file://{Path(url).expanduser().absolute()}"
+    scheme, rest = url.split("://", 1)
+    if scheme == "file":
+        return f"file://{Path(rest or '/').absolute()}"
+    parts = urlsplit(url)
+    if parts.username or parts.password:
+        raise ConfigError(
+            f"{scheme}://… carries credentials in the URL", hint="pass them by storage_options or the environment"
+        )
+    return url.rstrip("/") if rest.strip("/") else url
+
+
+def open_backend(url: str, options: StorageOptions | None = None, *, state_dir: Path | None = None) -> Backend:
+    """The backend for a root URL, found by its scheme among the installed entry points.
+
+    ``options``: what the backend understands, such as ``endpoint_url`` for S3; unknown names are refused.
+    ``state_dir``: a private local folder where a backend may journal what it must clean up after a crash (S3 upload
+    ids); ``None`` for readers. No request is made and no connection opened yet.
+    """
+    url = normal_url(url)
+    scheme = url.split("://", 1)[0]
+    found = {point.name: point for point in entry_points(group="ckptd.backends")}
+    point = found.get(scheme) or found.get("fsspec")
+    if point is None:
+        raise ConfigError(
+            f"no backend for {scheme}:// is installed; known: {', '.join(sorted(found)) or 'none'}",
+            hint="install ckptd with the extra that brings it, such as ckptd[s3] or ckptd[fsspec]",
+        )
+    try:
+        factory = cast(Factory, point.load())
+    except ImportError as error:
+        raise ConfigError(
+            f"the backend for {scheme}:// needs a package that is not installed: {error.name}",
+            hint=f"pip install 'ckptd[{point.name}]'",
+        ) from error
+    return factory(url, options or {}, state_dir=state_dir)
