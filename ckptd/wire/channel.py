@@ -1,0 +1,89 @@
+"""Where the socket is, and one datagram with at most one descriptor in or out."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+from ckptd.errors import AccessDenied, ProtocolError
+from ckptd.limits import MESSAGE_BYTES_MAX
+
+SOCKET_VARIABLE = "CKPTD_SOCKET"
+_CREDENTIALS = struct.Struct("3i")
+_PATH_BYTES_MAX = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who is at the other end, by the kernel's word. ``pid`` is 0 where it lives in a namespace that we cannot see."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+def default_socket() -> Path:
+    """``$CKPTD_SOCKET``, else ``daemon.sock`` in a folder of this user's own."""
+    given = os.environ.get(SOCKET_VARIABLE)
+    return Path(given) if given else Path(platformdirs.user_runtime_path("ckptd")) / "daemon.sock"
+
+
+def prepare_folder(path: Path, *, mode: int = 0o700) -> None:
+    """Make the socket's folder, or check the one that is there: ours, not a link, closed to others.
+
+    Raises :class:`AccessDenied`, so that nobody can squat the place or listen in.
+    """
+    folder = path.parent
+    if len(os.fsencode(path)) > _PATH_BYTES_MAX:
+        raise AccessDenied(f"{path}: too long for a socket", hint=f"at most {_PATH_BYTES_MAX} bytes")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.mkdir(folder, mode)
+        os.chmod(folder, mode)  # whatever the umask
+    except FileExistsError:
+        pass
+    check_folder(path, mode=mode)
+
+
+def check_folder(path: Path, *, mode: int = 0o700) -> None:
+    """Raise :class:`AccessDenied` unless the socket's folder belongs to this user and is closed to others."""
+    found = os.lstat(path.parent)
+    if not stat.S_ISDIR(found.st_mode):
+        raise AccessDenied(f"{path.parent} is not a folder", hint="remove it, or choose another with --socket")
+    if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o777 & ~mode:
+        raise AccessDenied(
+            f"{path.parent} belongs to uid {found.st_uid} with mode {found.st_mode & 0o777:o}",
+            hint=f"it must belong to uid {os.geteuid()} with mode {mode:o}; choose another with --socket",
+        )
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return Peer(*_CREDENTIALS.unpack(raw))
+
+
+def send(connection: socket.socket, data: bytes, fd: int | None = None) -> None:
+    """One datagram, whole or not at all. The receiver gets a descriptor of its own."""
+    if fd is None:
+        connection.send(data, socket.MSG_NOSIGNAL)
+    else:
+        socket.send_fds(connection, [data], [fd], socket.MSG_NOSIGNAL)
+
+
+def receive(connection: socket.socket) -> tuple[bytes, int | None]:
+    """One datagram and the descriptor that came with it, close-on-exec. Empty data: the other end is gone.
+
+    Raises :class:`ProtocolError` for an oversized datagram or more than one descriptor; what came is closed.
+    """
+    data, fds, flags, _ = socket.recv_fds(connection, MESSAGE_BYTES_MAX + 1, 2, socket.MSG_CMSG_CLOEXEC)
+    if len(data) > MESSAGE_BYTES_MAX or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(fds) > 1:
+        for fd in fds:
+            os.close(fd)
+        raise ProtocolError(f"a datagram over {MESSAGE_BYTES_MAX} bytes, or with more than one descriptor")
+    return data, fds[0] if fds else None

@@ -1,0 +1,262 @@
+"""Every message, typed. JSON objects with the member ``type``; unknown types are refused.
+
+A request carries a number, and its reply carries the same. Events carry none: the daemon sends them when they happen.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from ckptd import errors
+from ckptd.errors import CkptdError, DaemonError, ProtocolError, first_line
+from ckptd.format.records import Generation, Rank, Size, Step, World
+from ckptd.limits import MESSAGE_BYTES_MAX, SLOTS_MAX
+
+PROTOCOL = 1
+
+SlotNumber = Annotated[int, msgspec.Meta(ge=0, lt=SLOTS_MAX)]
+
+
+class Message(msgspec.Struct, kw_only=True, frozen=True, tag_field="type"):
+    pass
+
+
+class Request(Message, kw_only=True, frozen=True):
+    request: Size = 0
+
+
+class SlotRef(msgspec.Struct, kw_only=True, frozen=True):
+    """One fill of one slot."""
+
+    arena: str
+    slot: SlotNumber
+    ticket: Size
+
+
+class SnapshotOffer(msgspec.Struct, kw_only=True, frozen=True):
+    """A snapshot that can be restored from memory."""
+
+    arena: str
+    slot: SlotNumber
+    ticket: Size
+    step: Step
+    generation: Generation
+    world: World
+    rank: Rank
+
+
+# Trainer → daemon
+
+
+class Hello(Request, kw_only=True, frozen=True, tag="hello"):
+    """Opens a session: this process is rank ``rank`` of a run. Answered by Welcome or Refused."""
+
+    protocol: int
+    urls: tuple[str, ...]
+    """Roots of the run, nearest tier first."""
+    rank: Rank
+    world: World
+    launch: str
+    keep: dict[str, Any]
+    """The retention policy; see :class:`ckptd.checkpoint.retention.Keep`."""
+    storage_options: dict[str, Any]
+    """Secrets may be in here: never logged, never written."""
+    takeover: bool = False
+    """Take the rank away from a living owner."""
+
+
+class MakeArena(Request, kw_only=True, frozen=True, tag="make_arena"):
+    """Answered by ArenaGranted, with the descriptor, or Refused."""
+
+    slots: Annotated[int, msgspec.Meta(ge=1, le=SLOTS_MAX)]
+    slot_bytes: Size
+
+
+class BorrowArena(Request, kw_only=True, frozen=True, tag="borrow_arena"):
+    """Asks for an arena that a predecessor of this rank left. Answered by ArenaGranted, with the descriptor."""
+
+    arena: str
+
+
+class HandArena(Request, kw_only=True, frozen=True, tag="hand_arena"):
+    """Carries the descriptor of an arena that this trainer has mapped, for a daemon that was restarted. Answered by
+    Done; sealed slots are then finished."""
+
+    arena: str
+
+
+class DropArena(Request, kw_only=True, frozen=True, tag="drop_arena"):
+    """The trainer needs the arena no longer; it goes when its slots are durable. Answered by Done."""
+
+    arena: str
+
+
+class Filling(Message, kw_only=True, frozen=True, tag="filling"):
+    """The snapshot record lies in the slot, and the shard's bytes are being copied."""
+
+    at: SlotRef
+
+
+class Filled(Message, kw_only=True, frozen=True, tag="filled"):
+    """The shard's first ``bytes`` bytes are final."""
+
+    at: SlotRef
+    bytes: Size
+
+
+class Sealed(Message, kw_only=True, frozen=True, tag="sealed"):
+    """The snapshot is complete and checked."""
+
+    at: SlotRef
+
+
+class Voided(Message, kw_only=True, frozen=True, tag="voided"):
+    """The fill was given up; nothing of it may become visible."""
+
+    at: SlotRef
+    reason: str
+
+
+class Skip(Message, kw_only=True, frozen=True, tag="skip"):
+    """This rank takes no part in a step that was due; the other ranks are to let go."""
+
+    step: Step
+    generation: Generation
+    run: str
+    reason: str
+
+
+class AwaitIdle(Request, kw_only=True, frozen=True, tag="await_idle"):
+    """Answered by Done when no save of this run and rank is in flight, or the time is up (Refused)."""
+
+    deadline_seconds: float
+
+
+class GetStatus(Request, kw_only=True, frozen=True, tag="get_status"):
+    """Answered by Status. Needs no Hello."""
+
+
+class Drain(Request, kw_only=True, frozen=True, tag="drain"):
+    """Finish what is sealed and end. Answered by Done when all is committed, or Refused with what is not. Needs no
+    Hello."""
+
+    deadline_seconds: float
+
+
+# Daemon → trainer
+
+
+class Welcome(Request, kw_only=True, frozen=True, tag="welcome"):
+    pid: int
+    version: str
+    offers: tuple[SnapshotOffer, ...]
+    """Snapshots of this run and rank that are in memory, newest first."""
+
+
+class Refused(Request, kw_only=True, frozen=True, tag="refused"):
+    error: str
+    """The name of a class in :mod:`ckptd.errors`."""
+    message: str
+    hint: str = ""
+
+
+class Done(Request, kw_only=True, frozen=True, tag="done"):
+    pass
+
+
+class ArenaGranted(Request, kw_only=True, frozen=True, tag="arena_granted"):
+    arena: str
+
+
+class Status(Request, kw_only=True, frozen=True, tag="status"):
+    status: dict[str, Any]
+
+
+class Durable(Message, kw_only=True, frozen=True, tag="durable"):
+    """The shard and its receipt are durable; the slot may be reused."""
+
+    at: SlotRef
+    stats: dict[str, float | str]
+    """queue_seconds, write_seconds, bytes, path."""
+
+
+class Committed(Message, kw_only=True, frozen=True, tag="committed"):
+    step: Step
+    generation: Generation
+    stats: dict[str, float | str]
+    """commit_seconds."""
+
+
+class Failed(Message, kw_only=True, frozen=True, tag="failed"):
+    """A save failed, at whichever stage. The slot may be reused."""
+
+    step: Step
+    generation: Generation
+    stage: str
+    error: str
+    message: str
+    hint: str = ""
+
+
+Incoming = (
+    Hello
+    | MakeArena
+    | BorrowArena
+    | HandArena
+    | DropArena
+    | Filling
+    | Filled
+    | Sealed
+    | Voided
+    | Skip
+    | AwaitIdle
+    | GetStatus
+    | Drain
+)
+"""What a daemon receives."""
+Outgoing = Welcome | Refused | Done | ArenaGranted | Status | Durable | Committed | Failed
+"""What a trainer receives."""
+
+_incoming = msgspec.json.Decoder(Incoming)
+_outgoing = msgspec.json.Decoder(Outgoing)
+
+
+def encode(message: Message) -> bytes:
+    """Raises :class:`ProtocolError` over :data:`MESSAGE_BYTES_MAX`."""
+    data = msgspec.json.encode(message)
+    if len(data) > MESSAGE_BYTES_MAX:
+        raise ProtocolError(f"a message of {len(data)} bytes, over the limit of {MESSAGE_BYTES_MAX}")
+    return data
+
+
+def decode_incoming(data: bytes) -> Incoming:
+    """Raises :class:`ProtocolError` for whatever is not such a message."""
+    try:
+        return _incoming.decode(data)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise ProtocolError(f"not a message: {error}") from None
+
+
+def decode_outgoing(data: bytes) -> Outgoing:
+    """Raises :class:`ProtocolError` for whatever is not such a message."""
+    try:
+        return _outgoing.decode(data)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise ProtocolError(f"not a message: {error}") from None
+
+
+def refusal(request: int, error: BaseException) -> Refused:
+    """An error as a reply."""
+    if isinstance(error, CkptdError):
+        return Refused(request=request, error=type(error).__name__, message=error.message, hint=error.hint)
+    return Refused(request=request, error="DaemonError", message=first_line(error))
+
+
+def as_error(message: Refused | Failed) -> CkptdError:
+    """The error that a message carries; a class that this release lacks becomes a :class:`DaemonError`."""
+    kind = getattr(errors, message.error, None)
+    if not (isinstance(kind, type) and issubclass(kind, CkptdError)):
+        kind = DaemonError
+    return kind(message.message, hint=message.hint)
