@@ -185,6 +185,21 @@ class DeadlineExceeded(CkptdError):
     exit_code = 12
 
 
+def to_fields(error: BaseException) -> dict[str, str]:
+    """An error as plain data: the name of its class here, its message and its hint."""
+    if isinstance(error, CkptdError):
+        return {"error": type(error).__name__, "message": error.message, "hint": error.hint}
+    return {"error": CkptdError.__name__, "message": first_line(error), "hint": ""}
+
+
+def from_fields(error: str, message: str, hint: str) -> CkptdError:
+    """The inverse of :func:`to_fields`; a class that this release lacks becomes a plain :class:`CkptdError`."""
+    kind = globals().get(error)
+    if not (isinstance(kind, type) and issubclass(kind, CkptdError)):
+        kind = CkptdError
+    return kind(message, hint=hint)
+
+
 def first_line(error: BaseException) -> str:
     """``Type: message`` for a log line or a wire message, without secrets or traceback."""
     text = str(error) or type(error).__name__

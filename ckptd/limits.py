@@ -54,5 +54,8 @@ COMMIT_TAKEOVER_SECONDS = 15.0
 """How long the daemons of other ranks wait for rank 0's to commit before they do it, plus jitter."""
 IDLE_EXIT_SECONDS = 3600.0
 """A daemon that a client started ends itself after so long without clients and without work."""
+TOMBSTONE_SECONDS = 2 * COMMIT_SECONDS
+"""A deletion stays announced for so long after it, by the store's clock, so that a daemon that is late to commit the
+checkpoint learns of it."""
 LEASE_SECONDS = 60.0
 """A writer's lease that is older than this, by the store's clock, has expired."""

@@ -7,6 +7,7 @@ behind it the encoded snapshot record.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -21,14 +22,15 @@ from ckptd.arena.slots import RECORD_BYTES, SlotRecord, read_record, write_recor
 from ckptd.arena.status import STATUS_BYTES, StatusPage
 from ckptd.errors import FormatError, IntegrityError, ResourceError
 from ckptd.format.digests import digest
-from ckptd.limits import PAGE_BYTES, SLOTS_MAX
+from ckptd.limits import MIB, PAGE_BYTES, SLOTS_MAX
 
 _MAGIC = b"CKPTDAR1"
 _HEADER = struct.Struct("<8s16sIIQ")  # magic, arena id, slots, reserved, slot bytes
 _CHECK = struct.Struct("<Q")
 
-_MADV_DONTFORK = 10
-_MADV_POPULATE_WRITE = 23
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_MADV_POPULATE_READ = 22
+_POPULATE_BYTES = 16 * MIB
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -59,49 +61,80 @@ class ArenaShape:
         return self.first_slot + self.slots * self.slot_bytes
 
 
+def _identify(fd: int) -> tuple[str, ArenaShape]:
+    """The id and shape of the arena behind a descriptor that anybody may have sent. Raises :class:`FormatError`."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        size = os.fstat(fd).st_size
+        head = os.pread(fd, _HEADER.size + _CHECK.size, 0)
+    except OSError as error:
+        raise FormatError(f"not an arena: {error.strerror}") from None
+    if seals & _SIZE_SEALS != _SIZE_SEALS:
+        raise FormatError("not an arena: its size is not sealed")
+    if len(head) < _HEADER.size + _CHECK.size:
+        raise FormatError(f"not an arena: {size} bytes")
+    magic, raw_id, slots, _, slot_bytes = _HEADER.unpack_from(head)
+    if magic != _MAGIC or _CHECK.unpack_from(head, _HEADER.size)[0] != xxh3_64_intdigest(head[: _HEADER.size]):
+        raise FormatError("not an arena, or one of another version")
+    try:
+        shape = ArenaShape(slots, slot_bytes)
+    except ResourceError as error:
+        raise FormatError(f"not an arena: {error}") from None
+    if shape.size_bytes != size:
+        raise FormatError(f"an arena of {size} bytes claims to have {shape.size_bytes}")
+    return raw_id.hex(), shape
+
+
 class Arena:
     """A mapped arena. Owns the descriptor and the mapping; :meth:`close` gives both back.
 
-    Views handed out (``slot``, ``shard`` …) keep the mapping alive: release them before ``close``, which otherwise
-    raises :class:`BufferError`.
+    Views handed out (``slot``, ``shard`` …) keep the mapping alive beyond that.
     """
 
     def __init__(self, fd: int, *, writable: bool = True) -> None:
-        """Map an arena that exists. Takes over ``fd``. Raises :class:`FormatError` where it is none."""
-        self.fd = fd
-        size = os.fstat(fd).st_size
-        if size < PAGE_BYTES:
-            raise FormatError(f"not an arena: {size} bytes")
+        """Map an arena that exists, and own ``fd`` from then on.
+
+        Raises :class:`FormatError` where it is none, or its size is not sealed, so that whoever sent it could take
+        the memory away from under us; :class:`ResourceError` where it cannot be mapped. Then ``fd`` is still the
+        caller's.
+        """
+        self.id, self.shape = _identify(fd)
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        self._mmap = mmap.mmap(fd, size, mmap.MAP_SHARED, protection)
+        try:
+            self._mmap = mmap.mmap(fd, self.shape.size_bytes, mmap.MAP_SHARED, protection)
+        except (OSError, ValueError, OverflowError) as error:
+            raise ResourceError(f"cannot map an arena of {self.shape.size_bytes} bytes: {error}") from None
+        self.fd = fd
+        self._writable = writable
         self.view = memoryview(self._mmap)
-        magic, raw_id, slots, _, slot_bytes = _HEADER.unpack_from(self.view)
-        check = _CHECK.unpack_from(self.view, _HEADER.size)[0]
-        if magic != _MAGIC or check != xxh3_64_intdigest(bytes(self.view[: _HEADER.size])):
-            raise FormatError("not an arena, or one of another version")
-        self.id = raw_id.hex()
-        self.shape = ArenaShape(slots, slot_bytes)
-        if self.shape.size_bytes != size:
-            raise FormatError(f"an arena of {size} bytes claims to have {self.shape.size_bytes}")
-        status = PAGE_BYTES * (1 + slots)
+        status = PAGE_BYTES * (1 + self.shape.slots)
         self.status = StatusPage(self.view[status : status + STATUS_BYTES])
 
     @classmethod
     def create(cls, shape: ArenaShape) -> Arena:
-        """A new arena of zeros, its size sealed, its pages not yet allocated; see :meth:`allocate`."""
-        fd = os.memfd_create("ckptd-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        """A new arena of zeros, its size sealed, its pages not yet allocated; see :meth:`allocate`.
+
+        Raises :class:`ResourceError` where there is not enough address space, or no descriptor left.
+        """
+        try:
+            fd = os.memfd_create("ckptd-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise ResourceError(f"cannot make an arena: {error.strerror}") from None
         try:
             os.ftruncate(fd, shape.size_bytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
             header = _HEADER.pack(_MAGIC, uuid.uuid4().bytes, shape.slots, 0, shape.slot_bytes)
             os.pwrite(fd, header + _CHECK.pack(xxh3_64_intdigest(header)), 0)
             return cls(fd)
-        except BaseException:
+        except BaseException as error:
             os.close(fd)
+            if isinstance(error, OSError | OverflowError):
+                raise ResourceError(f"cannot make an arena of {shape.size_bytes} bytes: {error}") from None
             raise
 
     def allocate(self) -> None:
-        """Give every page its memory now, so that no save pays for it. Blocking, about 0.2 s per GiB, without the GIL.
+        """Give every page its memory now, and map it, so that no save pays for it. Blocking, about 0.3 s per GiB, without
+        the GIL.
 
         Raises :class:`ResourceError` where there is not enough.
         """
@@ -109,22 +142,30 @@ class Arena:
             os.posix_fallocate(self.fd, 0, self.shape.size_bytes)
         except OSError as error:
             raise ResourceError(f"no memory for an arena of {self.shape.size_bytes} bytes: {error.strerror}") from None
+        self.populate()
 
     def populate(self) -> None:
         """Fill this process's page table, so that the first copy does not fault. Blocking, without the GIL; a kernel
-        that cannot is left to fault."""
-        self._advise(_MADV_POPULATE_WRITE)
+        that cannot is left to fault, and so is a mapping that is read-only."""
+        if self._writable:
+            # Not mmap.madvise, which holds the GIL. Piece by piece, as whoever starts a thread or gets memory waits
+            # meanwhile. By reading, which maps many pages at a fault: pages that have memory, so for writing too.
+            address = ctypes.addressof(ctypes.c_char.from_buffer(self._mmap))
+            for start in range(0, self.shape.size_bytes, _POPULATE_BYTES):
+                size = min(_POPULATE_BYTES, self.shape.size_bytes - start)
+                _libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(size), _MADV_POPULATE_READ)
 
     def hide_from_children(self) -> None:
         """Forked children do not inherit the mapping."""
-        self._advise(_MADV_DONTFORK)
+        self._mmap.madvise(mmap.MADV_DONTFORK)
 
-    def _advise(self, advice: int) -> None:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._mmap))
-        _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(self.shape.size_bytes), advice)
+    @property
+    def closed(self) -> bool:
+        return self.fd < 0
 
     def slot(self, number: int) -> memoryview:
         """All bytes of a slot."""
+        self._check_number(number)
         start = self.shape.first_slot + number * self.shape.slot_bytes
         return self.view[start : start + self.shape.slot_bytes]
 
@@ -138,7 +179,9 @@ class Arena:
         write_record(self._record_page(number), record)
 
     def shard(self, number: int, record: SlotRecord) -> memoryview:
-        """The shard in a slot, read-only."""
+        """The shard in a slot, read-only. Raises :class:`IntegrityError` where the record claims more than there is."""
+        if record.shard_bytes > self.shape.slot_bytes:
+            raise IntegrityError(f"slot {number} claims to hold more than its {self.shape.slot_bytes} bytes")
         return self.slot(number)[: record.shard_bytes].toreadonly()
 
     def doc(self, number: int, record: SlotRecord) -> bytes:
@@ -152,16 +195,20 @@ class Arena:
         return data
 
     def _record_page(self, number: int) -> memoryview:
-        if not 0 <= number < self.shape.slots:
-            raise IndexError(f"slot {number} of {self.shape.slots}")
+        self._check_number(number)
         start = PAGE_BYTES * (1 + number)
         return self.view[start : start + 2 * RECORD_BYTES]
 
+    def _check_number(self, number: int) -> None:
+        if not 0 <= number < self.shape.slots:
+            raise IndexError(f"slot {number} of {self.shape.slots}")
+
     def close(self) -> None:
-        """Idempotent."""
+        """Give the descriptor back, and the mapping as soon as no view of it is left. Idempotent."""
         if self.fd >= 0:
-            self.status.release()
-            self.view.release()
-            self._mmap.close()
             os.close(self.fd)
             self.fd = -1
+            with contextlib.suppress(BufferError):  # somebody holds a view, and the last one takes the mapping with it
+                self.status.release()
+                self.view.release()
+                self._mmap.close()

@@ -27,6 +27,8 @@ _CHECK = struct.Struct("<Q")
 
 
 class SlotState(IntEnum):
+    """How far a slot is. The values lie in memory."""
+
     FREE = 0
     FILLING = 1
     SEALED = 2

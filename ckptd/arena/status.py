@@ -32,6 +32,8 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Beat:
+    """One sign of progress."""
+
     number: int
     """Counts from 1."""
     step: int

@@ -47,6 +47,7 @@ def boxes_of(piece: Piece | IndexPiece, shape: Shape) -> list[Box]:
 
 
 def piece_elements(piece: Piece | IndexPiece, shape: Shape) -> int:
+    """How many elements a piece holds."""
     if piece.box is not None:
         return element_count(piece.box.lengths)
     if piece.span is not None:

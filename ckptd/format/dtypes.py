@@ -56,6 +56,9 @@ _SAFETENSORS = MappingProxyType(
     }
 )
 
+STORED_BYTES = MappingProxyType({native: ITEM_BYTES[name] for name, native in _SAFETENSORS.items()})
+"""Item size of each dtype that a shard's header may name."""
+
 
 def stored_as(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
     """The safetensors dtype and shape under which a piece of this dtype and shape lies in the shard."""
@@ -64,6 +67,7 @@ def stored_as(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]
 
 
 def element_count(shape: tuple[int, ...]) -> int:
+    """1 for a scalar."""
     count = 1
     for length in shape:
         count *= length

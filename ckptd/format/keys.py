@@ -51,14 +51,17 @@ def parse_version(text: str) -> Version:
 
 
 def generation_key(generation: int) -> str:
+    """The record of a generation; put if absent."""
     return f"{GENERATIONS}{generation:06d}.json"
 
 
 def manifest_key(version: Version) -> str:
+    """The commit; put if absent."""
     return f"{MANIFESTS}{version}.json"
 
 
 def checkpoint_prefix(version: Version) -> str:
+    """Where the data of a checkpoint lies."""
     return f"{CHECKPOINTS}{version}/"
 
 
@@ -73,12 +76,15 @@ def receipt_key(version: Version, rank: int, world: int) -> str:
 
 
 def index_key(version: Version, number: int) -> str:
+    """A part of an index that lies outside its manifest; put if absent."""
     return f"{checkpoint_prefix(version)}index-{number:05d}.json"
 
 
 def mark_key(version: Version, kind: str, unique: str) -> str:
+    """A mark. ``unique``: a token that nobody else uses."""
     return f"{MARKS}{version}/{kind}-{unique}.json"
 
 
 def tombstone_key(version: Version) -> str:
+    """The announcement of a deletion; put if absent."""
     return f"{TOMBSTONES}{version}.json"

@@ -11,16 +11,18 @@ from dataclasses import dataclass
 from ckptd.errors import CoverageError
 from ckptd.format.cover import check_cover, check_layout
 from ckptd.format.digests import DIGEST_BYTES, hex_digest
-from ckptd.format.keys import Version, index_key, receipt_key
+from ckptd.format.keys import Version, index_key, receipt_key, shard_key
 from ckptd.format.records import (
     Index,
     IndexEntry,
     IndexPiece,
     IndexRef,
+    Layout,
     Manifest,
     Receipt,
     ReceiptRef,
     Snapshot,
+    TensorEntry,
     decode,
     decode_layout,
     encode,
@@ -79,6 +81,8 @@ def prove(receipts: Sequence[bytes]) -> Commit:
 
 
 def _check_belong_together(snapshots: Sequence[Snapshot]) -> None:
+    if not snapshots:
+        raise CoverageError("no receipts")
     first = snapshots[0]
     if len(snapshots) != first.world:
         raise CoverageError(f"{len(snapshots)} receipts for a world of {first.world} ranks")
@@ -92,35 +96,52 @@ def _check_belong_together(snapshots: Sequence[Snapshot]) -> None:
 
 
 def _index(receipts: Sequence[Receipt], snapshots: Sequence[Snapshot]) -> list[IndexEntry]:
-    seen: dict[str, tuple[str, tuple[int, ...], int, list[IndexPiece]]] = {}
-    for rank, (receipt, snapshot) in enumerate(zip(receipts, snapshots, strict=True)):
-        layout = decode_layout(snapshot.layout)
-        try:
-            pieces = check_layout(layout)
-        except CoverageError as error:
-            raise CoverageError(f"rank {rank}: {error}") from None
-        blocks = block_count(layout.header_bytes) + sum(block_count(piece.bytes) for piece in pieces)
-        if receipt.shard.bytes != layout.shard_bytes or len(receipt.shard.blocks) != blocks * DIGEST_BYTES:
-            raise CoverageError(f"rank {rank}: the receipt's size or digests do not fit its layout")
-        if hex_digest(receipt.shard.blocks) != receipt.shard.digest:
-            raise CoverageError(f"rank {rank}: the receipt's digests do not add up")
-        for entry in layout.tensors:
-            if entry.per_rank:
-                continue
-            dtype, shape, first_rank, found = seen.setdefault(entry.name, (entry.dtype, entry.shape, rank, []))
-            if (dtype, shape) != (entry.dtype, entry.shape):
+    """What is one value for the whole world, sorted by name. Every tensor that a rank has seen is covered, the rank's
+    own values by the rank itself."""
+    seen: dict[str, tuple[int, TensorEntry, list[IndexPiece]]] = {}
+    for receipt, snapshot in zip(receipts, snapshots, strict=True):
+        rank = snapshot.rank
+        for entry in _checked_layout(receipt, snapshot).tensors:
+            first_rank, first, found = seen.setdefault(entry.name, (rank, entry, []))
+            if _described(entry) != _described(first):
                 raise CoverageError(
-                    f"{entry.name}: rank {first_rank} has {dtype}{list(shape)}, "
-                    f"rank {rank} has {entry.dtype}{list(entry.shape)}"
+                    f"{entry.name}: rank {first_rank} has {_described(first)}, rank {rank} has {_described(entry)}"
                 )
-            found += [IndexPiece(at=p.at, box=p.box, bytes=p.bytes, rank=rank, span=p.span) for p in entry.pieces]
+            pieces = [IndexPiece(at=p.at, box=p.box, bytes=p.bytes, rank=rank, span=p.span) for p in entry.pieces]
+            if entry.per_rank:
+                check_cover(entry.name, entry.shape, pieces)
+            else:
+                found += pieces
     entries = [
-        IndexEntry(dtype=dtype, name=name, pieces=tuple(pieces), shape=shape)
-        for name, (dtype, shape, _, pieces) in sorted(seen.items())
+        IndexEntry(dtype=first.dtype, name=name, pieces=tuple(pieces), shape=first.shape)
+        for name, (_, first, pieces) in sorted(seen.items())
+        if not first.per_rank
     ]
     for indexed in entries:
         check_cover(indexed.name, indexed.shape, indexed.pieces)
     return entries
+
+
+def _described(entry: TensorEntry) -> str:
+    """That in which all ranks must agree on a tensor; of its own value, a rank decides dtype and shape alone."""
+    return "a value of its own" if entry.per_rank else f"{entry.dtype}{list(entry.shape)}"
+
+
+def _checked_layout(receipt: Receipt, snapshot: Snapshot) -> Layout:
+    """A rank's layout, sound in itself and in keeping with the receipt."""
+    layout, shard = decode_layout(snapshot.layout), receipt.shard
+    try:
+        pieces = check_layout(layout)
+        blocks = block_count(layout.header_bytes) + sum(block_count(piece.bytes) for piece in pieces)
+        if shard.bytes != layout.shard_bytes or len(shard.blocks) != blocks * DIGEST_BYTES:
+            raise CoverageError("the receipt's size or digests do not fit its layout")
+        if hex_digest(shard.blocks) != shard.digest:
+            raise CoverageError("the receipt's digests do not add up")
+        if shard.key != shard_key(snapshot.version, snapshot.rank, snapshot.world, shard.attempt):
+            raise CoverageError(f"the receipt's shard lies at {shard.key[:200]}, which is not its place")
+    except CoverageError as error:
+        raise CoverageError(f"rank {snapshot.rank}: {error}") from None
+    return layout
 
 
 def _split_index(

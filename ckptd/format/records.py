@@ -1,16 +1,18 @@
 """The records of a run, as typed data: run, generation, snapshot, receipt, manifest, index, mark, lease, tombstone.
 
-All are JSON objects whose first member is ``format`` and second ``kind``. Numbers are integers; byte strings are
-base64. Unknown optional members are ignored, unknown kinds and later format versions are refused.
+All are JSON objects whose first member is ``format`` and second ``kind``. Sizes are integers; byte strings are base64.
+Unknown members are ignored; a member given twice, another kind and a later format version are refused.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 
 from ckptd.errors import FormatError, UnsupportedFormat
+from ckptd.format.duplicates import refuse_duplicates
 from ckptd.format.keys import GENERATION_MAX, RANK_MAX, STEP_MAX, Version
 from ckptd.limits import INTEGER_MAX, NAME_BYTES_MAX, TENSOR_DIMS_MAX
 
@@ -21,10 +23,14 @@ Step = Annotated[int, msgspec.Meta(ge=0, le=STEP_MAX)]
 Generation = Annotated[int, msgspec.Meta(ge=0, le=GENERATION_MAX)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=RANK_MAX)]
 World = Annotated[int, msgspec.Meta(ge=1, le=RANK_MAX + 1)]
-Token = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._=-]{1,128}$")]
+Token = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._=-]{1,128}\Z")]
 """An identifier: run, attempt."""
+VersionName = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{12}-g[0-9]{6}\Z")]
+"""A checkpoint, as ``str(version)``."""
 Text = Annotated[str, msgspec.Meta(max_length=NAME_BYTES_MAX)]
-Hex = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+Hex = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+Packed = bytes
+"""Base64 in JSON. A name of its own, as records have a member called ``bytes``."""
 Shape = Annotated[tuple[Size, ...], msgspec.Meta(max_length=TENSOR_DIMS_MAX)]
 
 
@@ -106,6 +112,8 @@ class Snapshot(Record, kw_only=True, frozen=True):
     parent: Parent | None
     parts: tuple[Text, ...]
     """The names at the top of the state."""
+    pin: bool = False
+    """Whoever commits it marks it as pinned."""
     rank: Rank
     run: Token
     step: Step
@@ -122,7 +130,7 @@ class ShardProof(msgspec.Struct, kw_only=True, frozen=True):
     """A durable shard and the digests taken from the snapshot itself."""
 
     attempt: Token
-    blocks: bytes
+    blocks: Packed
     """16 bytes for each block of :func:`ckptd.format.shard.block_bounds`."""
     bytes: Size
     checksum: Text
@@ -153,6 +161,8 @@ class Skipped(Record, kw_only=True, frozen=True):
 
 
 class ReceiptRef(msgspec.Struct, kw_only=True, frozen=True):
+    """A receipt as its manifest vouches for it."""
+
     bytes: Size
     digest: Hex
     key: Text
@@ -189,6 +199,8 @@ class IndexRef(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Index(Record, kw_only=True, frozen=True):
+    """A part of an index, in an object of its own."""
+
     kind: Literal["index"] = "index"
     tensors: tuple[IndexEntry, ...]
     """Sorted by name."""
@@ -225,6 +237,8 @@ class Manifest(Record, kw_only=True, frozen=True):
 
 
 class Run(Record, kw_only=True, frozen=True):
+    """Whose records these are. Put if absent, once."""
+
     kind: Literal["run"] = "run"
     run: Token
 
@@ -249,7 +263,7 @@ class Mark(Record, kw_only=True, frozen=True):
     by: Text
     mark: Literal["verified", "suspect", "pinned", "unpinned", "unhealthy", "revoked", "debug"]
     reason: Text
-    version: Text
+    version: VersionName
 
 
 class Lease(Record, kw_only=True, frozen=True):
@@ -258,8 +272,11 @@ class Lease(Record, kw_only=True, frozen=True):
     kind: Literal["lease"] = "lease"
     holder: Text
     """Host, process id and launch id, for the message that refuses somebody else."""
+    process: Text
+    """Boot, PID namespace, process id and start time of the holder, so that others on its machine see at once that it
+    died; empty where that is not known."""
     purpose: Literal["writer", "reader", "reference"]
-    version: Text | None
+    version: VersionName | None
 
 
 class Tombstone(Record, kw_only=True, frozen=True):
@@ -267,7 +284,7 @@ class Tombstone(Record, kw_only=True, frozen=True):
 
     kind: Literal["tombstone"] = "tombstone"
     reason: Text
-    version: Text
+    version: VersionName
 
 
 class _Head(msgspec.Struct):
@@ -284,37 +301,47 @@ def encode(record: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes | memoryview, kind: type[AnyRecord]) -> AnyRecord:
-    """A record of the given type.
+    """A record of the given type. Members of type :class:`msgspec.Raw` keep ``data`` alive and are not looked into.
 
     Raises :class:`UnsupportedFormat` for a later format version, :class:`FormatError` for everything else that is not
     such a record, whatever the bytes.
     """
     try:
         head = msgspec.json.decode(data, type=_Head)
-        if head.format != FORMAT:
+        if head.format > FORMAT:
             raise UnsupportedFormat(
                 f"format version {head.format}, and this release reads {FORMAT}", hint="upgrade ckptd"
             )
         wanted = cast(str, msgspec.structs.fields(kind)[1].default)
         if head.kind != wanted:
             raise FormatError(f"expected a {wanted}, found a {head.kind[:40]!r}")
-        return msgspec.json.decode(data, type=kind)
+        record = msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
         raise FormatError(f"not a record of the format: {error}") from None
+    refuse_duplicates(data, encode(record))
+    return record
 
 
 def decode_layout(raw: msgspec.Raw) -> Layout:
     """Raises :class:`FormatError`."""
     try:
-        return msgspec.json.decode(raw, type=Layout)
+        layout = msgspec.json.decode(raw, type=Layout)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
         raise FormatError(f"malformed layout: {error}") from None
+    refuse_duplicates(memoryview(raw), encode(layout))
+    return layout
 
 
 def metrics_for_record(metrics: dict[str, Any]) -> dict[str, float | None]:
-    """Numbers as a record keeps them; JSON has no nan and no infinity."""
-    kept: dict[str, float | None] = {}
-    for name, value in metrics.items():
-        number = float(value)
-        kept[name] = number if -float("inf") < number < float("inf") else None
-    return kept
+    """Numbers as a record keeps them. ``None`` for what JSON cannot hold (nan, infinity) and for what is no number: a
+    metric never makes a save fail."""
+    return {name: _finite(value) for name, value in metrics.items()}
+
+
+def _finite(value: Any) -> float | None:
+    try:
+        # item() reads a tensor that is part of a gradient without torch's warning.
+        number = float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
+        return None
+    return number if math.isfinite(number) else None

@@ -7,14 +7,16 @@ is padded with spaces (which safetensors allows) so that the data starts at a mu
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from ckptd.errors import FormatError, StateError
-from ckptd.format.dtypes import ITEM_BYTES, element_count, stored_as
-from ckptd.limits import BLOCK_BYTES, HEADER_BYTES_MAX, PAGE_BYTES
+from ckptd.format.dtypes import ITEM_BYTES, STORED_BYTES, element_count, stored_as
+from ckptd.format.duplicates import refuse_duplicates
+from ckptd.format.records import Shape, Size
+from ckptd.limits import BLOCK_BYTES, HEADER_BYTES_MAX, NAME_BYTES_MAX, PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +50,22 @@ def file_order(pieces: Sequence[StoredPiece]) -> list[int]:
 
 
 def lay_out(pieces: Sequence[StoredPiece]) -> ShardLayout:
-    """Lay pieces out as a shard. Names must be unique. Raises :class:`StateError` where the header grows too long."""
+    """Lay pieces out as a shard. Raises :class:`StateError` where a name is taken or too long, or the header grows too
+    long."""
     offsets = [0] * len(pieces)
     position = 0
     entries: dict[str, object] = {"__metadata__": {"ckptd": "1"}}
     for i in file_order(pieces):
         piece = pieces[i]
+        if piece.name in entries:
+            raise StateError(f"{piece.name[:200]}: two pieces of the state have this name")
+        if len(piece.name.encode()) > NAME_BYTES_MAX:
+            raise StateError(f"{piece.name[:200]}…: a name of more than {NAME_BYTES_MAX} bytes")
         dtype, shape = stored_as(piece.dtype, piece.shape)
         stop = position + piece.size_bytes
         entries[piece.name] = {"dtype": dtype, "shape": shape, "data_offsets": (position, stop)}
         offsets[i] = position
         position = stop
-    if len(entries) != len(pieces) + 1:
-        raise StateError("two pieces of the state have the same name in the shard")
     text = msgspec.json.encode(entries)
     data_start = -(-(8 + len(text)) // PAGE_BYTES) * PAGE_BYTES
     if data_start - 8 > HEADER_BYTES_MAX:
@@ -71,28 +76,45 @@ def lay_out(pieces: Sequence[StoredPiece]) -> ShardLayout:
 
 class _HeaderEntry(msgspec.Struct, frozen=True):
     dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    shape: Shape
+    data_offsets: tuple[Size, Size]
 
 
 def read_header(data: bytes | memoryview) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
     """Name → (safetensors dtype, shape, start, stop), byte offsets from the start of the file.
 
-    ``data`` is the file's head, at least its whole header. Raises :class:`FormatError`.
+    ``data`` is the file's head, at least its whole header. Raises :class:`FormatError` unless the header is such as
+    safetensors allows: the pieces lie one behind the other without hole or overlap, each as long as its dtype and shape
+    make it (types that no shard of ours holds are not measured).
     """
     if len(data) < 8:
         raise FormatError(f"a shard of {len(data)} bytes has no header")
     (length,) = struct.unpack("<Q", data[:8])
     if length > HEADER_BYTES_MAX or 8 + length > len(data):
         raise FormatError(f"shard header of {length} bytes in {len(data)} bytes read")
+    text = bytes(data[8 : 8 + length]).rstrip(b" ")
     try:
-        raw = msgspec.json.decode(data[8 : 8 + length], type=dict[str, msgspec.Raw])
-        raw.pop("__metadata__", None)
-        entries = {name: msgspec.json.decode(text, type=_HeaderEntry) for name, text in raw.items()}
+        raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        foreword = {name: msgspec.json.decode(raw.pop(name)) for name in ("__metadata__",) if name in raw}
+        entries = {name: msgspec.json.decode(entry, type=_HeaderEntry) for name, entry in raw.items()}
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise FormatError(f"shard header is not safetensors JSON: {error}") from None
+    refuse_duplicates(text, msgspec.json.encode(foreword | entries))
+    _check_dense(entries)
     start = 8 + length
     return {n: (e.dtype, e.shape, start + e.data_offsets[0], start + e.data_offsets[1]) for n, e in entries.items()}
+
+
+def _check_dense(entries: Mapping[str, _HeaderEntry]) -> None:
+    position = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        start, stop = entry.data_offsets
+        wanted = element_count(entry.shape) * STORED_BYTES[entry.dtype] if entry.dtype in STORED_BYTES else stop - start
+        if start != position or stop - start != wanted:
+            raise FormatError(
+                f"{name[:200]}: lies at {start}:{stop} of the data, expected {position}:{position + wanted}"
+            )
+        position = stop
 
 
 def block_bounds(header_bytes: int, piece_bytes: Sequence[int]) -> Iterator[tuple[int, int]]:

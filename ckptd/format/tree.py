@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import base64
 import math
+import struct
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import msgspec
 
 from ckptd.errors import FormatError, StateError
+from ckptd.format.duplicates import refuse_duplicates
 from ckptd.format.names import element, join, segment
 from ckptd.limits import NAME_BYTES_MAX, TREE_DEPTH_MAX
 
@@ -47,7 +49,7 @@ def encode_tree(value: object, leaf: EncodeLeaf, path: Path = ()) -> Any:
         number = cast(int, value)
         return number if -_JSON_INTEGER_MAX <= number <= _JSON_INTEGER_MAX else {"$": "int", "v": hex(number)}
     if kind is float:
-        return value if math.isfinite(cast(float, value)) else {"$": "float", "v": repr(value)}
+        return value if math.isfinite(cast(float, value)) else {"$": "float", "v": _bits(cast(float, value))}
     if kind is list:
         return [encode_tree(item, leaf, (*path, element(i))) for i, item in enumerate(cast(list[Any], value))]
     if kind in _SEQUENCES:
@@ -60,7 +62,7 @@ def encode_tree(value: object, leaf: EncodeLeaf, path: Path = ()) -> Any:
         return {"$": kind.__name__, "v": base64.b64encode(data).decode()}
     if kind is complex:
         number_ = cast(complex, value)
-        return {"$": "complex", "v": [number_.real.hex(), number_.imag.hex()]}
+        return {"$": "complex", "v": [_bits(number_.real), _bits(number_.imag)]}
     tagged = leaf(value, path)
     if tagged is None:
         raise StateError(
@@ -91,20 +93,35 @@ def _encode_sequence(value: Iterable[Any], kind: type, leaf: EncodeLeaf, path: P
     return tagged
 
 
+def _bits(number: float) -> str:
+    """The eight bytes of a double, most significant first: exact for every nan."""
+    return struct.pack(">d", number).hex()
+
+
 def _encode_items(value: dict[Any, Any], leaf: EncodeLeaf, path: Path) -> list[Any]:
     items: list[Any] = []
+    seen: set[str] = set()
     for key, item in value.items():
-        try:
-            step = segment(key)
-        except (AttributeError, TypeError):
-            raise StateError(
-                f"{join(path) or 'the state'}: a dict key of type {type(key).__name__} cannot be kept",
-                hint="keys may be str, int, float, bool, None, bytes, or tuples of these",
-            ) from None
-        if len(step.encode("utf-8", "surrogatepass")) > NAME_BYTES_MAX:
-            raise StateError(f"{join(path)}: a dict key is longer than {NAME_BYTES_MAX} bytes")
+        step = _step(key, path)
+        if step in seen:  # nan, which differs from itself
+            raise StateError(f"{join(path) or 'the state'}: two dict keys cannot be told apart: {key!r:.40}")
+        seen.add(step)
         items.append([encode_tree(key, _no_leaf, (*path, step)), encode_tree(item, leaf, (*path, step))])
     return items
+
+
+def _step(key: Any, path: Path) -> str:
+    """A dict key as a path segment."""
+    try:
+        step = segment(key)
+    except (TypeError, ValueError, RecursionError):
+        raise StateError(
+            f"{join(path) or 'the state'}: a dict key of type {type(key).__name__} cannot be kept",
+            hint="keys may be str, int, float, bool, None, bytes, or tuples of these",
+        ) from None
+    if len(step.encode()) > NAME_BYTES_MAX:
+        raise StateError(f"{join(path) or 'the state'}: a dict key is longer than {NAME_BYTES_MAX} bytes")
+    return step
 
 
 def _no_leaf(value: object, path: Path) -> dict[str, Any] | None:
@@ -112,13 +129,17 @@ def _no_leaf(value: object, path: Path) -> dict[str, Any] | None:
 
 
 def decode_tree(node: Any, leaf: DecodeLeaf, depth: int = 0) -> Any:
-    """The inverse of :func:`encode_tree`. Raises :class:`FormatError` for anything it could not have written."""
-    if depth > TREE_DEPTH_MAX + 1:
+    """The inverse of :func:`encode_tree`. Raises :class:`FormatError` for anything that it could not have written."""
+    if depth > TREE_DEPTH_MAX:
         raise FormatError(f"state tree nested deeper than {TREE_DEPTH_MAX} levels")
-    if node is None or isinstance(node, bool | int | float | str):
+    if node is None or isinstance(node, bool | float | str):
+        return node
+    if isinstance(node, int):
+        if not -_JSON_INTEGER_MAX <= node <= _JSON_INTEGER_MAX:
+            raise FormatError("state tree: a plain number beyond 2**53")
         return node
     if isinstance(node, list):
-        return _decode_elements(cast(Iterable[Any], node), leaf, depth)
+        return _decode_elements(cast(Sequence[Any], node), leaf, depth)
     if not isinstance(node, dict):
         raise FormatError(f"state tree holds a {type(node).__name__}")
     members = cast(dict[str, Any], node)
@@ -127,54 +148,115 @@ def decode_tree(node: Any, leaf: DecodeLeaf, depth: int = 0) -> Any:
         raise FormatError("state tree holds an object without a type")
     try:
         return _decode_tagged(tag, members, leaf, depth)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise FormatError(f"state tree: malformed value of type {tag[:40]!r}: {error}") from None
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, struct.error) as error:
+        raise FormatError(f"state tree: malformed value of type {tag[:40]!r}: {error!s:.200}") from None
 
 
 def _decode_tagged(tag: str, members: dict[str, Any], leaf: DecodeLeaf, depth: int) -> Any:
-    value: Any = members.get("v")
+    if tag not in _TAGS:
+        return leaf(tag, members)
+    if members.keys() - {"$", "v"} - ({"maxlen"} if tag == "deque" else set()):
+        raise ValueError("a member that its type does not have")  # to ignore it would be to give back another value
+    value: Any = members["v"]
     match tag:
         case "int":
-            return int(value, 16)
+            return _decode_integer(value)
         case "float":
-            return float(value)
+            return _decode_double(value, may_be_finite=False)
         case "complex":
-            return complex(float.fromhex(value[0]), float.fromhex(value[1]))
+            real, imaginary = value
+            return complex(_decode_double(real), _decode_double(imaginary))
         case "str":
-            return base64.b64decode(value, validate=True).decode("utf-8", "surrogatepass")
+            return _decode_string(value)
         case "bytes":
-            return base64.b64decode(value, validate=True)
+            return _decode_bytes(value)
         case "bytearray":
-            return bytearray(base64.b64decode(value, validate=True))
-        case "tuple" | "set" | "frozenset" | "deque":
-            items = _decode_elements(value, leaf, depth)
-            if tag == "deque":
-                return deque(items, members.get("maxlen"))
-            return {"tuple": tuple, "set": set, "frozenset": frozenset}[tag](items)
+            return bytearray(_decode_bytes(value))
         case "dict" | "odict" | "counter":
             return _decode_items(tag, value, leaf, depth)
         case _:
-            return leaf(tag, members)
+            return _decode_sequence(tag, members, leaf, depth)
 
 
-def _decode_elements(nodes: Iterable[Any], leaf: DecodeLeaf, depth: int) -> list[Any]:
-    return [decode_tree(node, leaf, depth + 1) for node in nodes]
+_TAGS = {*_SEQUENCES.values(), *_MAPPINGS.values(), "int", "float", "complex", "str", "bytes", "bytearray"}
 
 
-def _decode_items(tag: str, value: Any, leaf: DecodeLeaf, depth: int) -> Any:
+def _decode_integer(text: Any) -> int:
+    number = int(text, 16)
+    if hex(number) != text or -_JSON_INTEGER_MAX <= number <= _JSON_INTEGER_MAX:
+        raise ValueError("not as an integer beyond 2**53 is written")
+    return number
+
+
+def _decode_double(text: Any, *, may_be_finite: bool = True) -> float:
+    number: float = struct.unpack(">d", bytes.fromhex(text))[0]
+    if _bits(number) != text or (math.isfinite(number) and not may_be_finite):
+        raise ValueError("not as such a number is written")
+    return number
+
+
+def _decode_bytes(text: Any) -> bytes:
+    data = base64.b64decode(text, validate=True)
+    if base64.b64encode(data).decode() != text:
+        raise ValueError("not as base64 is written")
+    return data
+
+
+def _decode_string(text: Any) -> str:
+    string = _decode_bytes(text).decode("utf-8", "surrogatepass")
+    if isinstance(_encode_string(string), str):
+        raise ValueError("a string that stands for itself")
+    return string
+
+
+def _decode_elements(nodes: Any, leaf: DecodeLeaf, depth: int) -> list[Any]:
+    if not isinstance(nodes, list):
+        raise TypeError("its elements are not an array")
+    return [decode_tree(node, leaf, depth + 1) for node in cast(Sequence[Any], nodes)]
+
+
+def _decode_sequence(tag: str, members: dict[str, Any], leaf: DecodeLeaf, depth: int) -> Any:
+    items = _decode_elements(members["v"], leaf, depth)
+    if tag == "tuple":
+        return tuple(items)
+    if tag == "deque":
+        limit = members.get("maxlen")
+        if "maxlen" in members and (type(limit) is not int or len(items) > limit):
+            raise ValueError("more elements than its maxlen")
+        return deque(items, limit)
+    distinct = set(items) if tag == "set" else frozenset(items)
+    if len(distinct) != len(items):
+        raise ValueError("an element twice")
+    return distinct
+
+
+def _decode_items(tag: str, pairs: Any, leaf: DecodeLeaf, depth: int) -> Any:
     result: dict[Any, Any] = {"dict": dict, "odict": OrderedDict, "counter": Counter}[tag]()
-    for pair in value:
-        key_node, item = pair
-        key = decode_tree(key_node, leaf, depth + 1)
-        if key in result:
-            raise FormatError(f"state tree: duplicate key {key!r}")
+    seen: set[str] = set()
+    if not isinstance(pairs, list):
+        raise TypeError("its items are not an array")
+    for pair in cast(Sequence[Any], pairs):
+        if not isinstance(pair, list):
+            raise TypeError("an item is not an array")
+        key_node, item = cast(Sequence[Any], pair)
+        key = decode_tree(key_node, _no_tag, depth + 1)
+        step = segment(key)  # raises for a key that could not have been written
+        if step in seen or key in result:
+            raise ValueError(f"duplicate key {key!r:.40}")
+        seen.add(step)
         result[key] = decode_tree(item, leaf, depth + 1)
     return result
 
 
+def _no_tag(tag: str, members: dict[str, Any]) -> object:
+    raise ValueError(f"a key of type {tag[:40]!r}")
+
+
 def decode_json(data: bytes | memoryview) -> Any:
-    """JSON text to Python objects. Raises :class:`FormatError`."""
+    """JSON text to Python objects. Raises :class:`FormatError`, also where an object has a member twice."""
     try:
-        return msgspec.json.decode(data)
+        value = msgspec.json.decode(data)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise FormatError(f"not JSON: {error}") from None
+    refuse_duplicates(data, msgspec.json.encode(value))
+    return value

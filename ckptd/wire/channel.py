@@ -16,6 +16,7 @@ from ckptd.limits import MESSAGE_BYTES_MAX
 
 SOCKET_VARIABLE = "CKPTD_SOCKET"
 _CREDENTIALS = struct.Struct("3i")
+_FD = struct.Struct("i")
 _PATH_BYTES_MAX = 100
 
 
@@ -42,7 +43,7 @@ def prepare_folder(path: Path, *, mode: int = 0o700) -> None:
     folder = path.parent
     if len(os.fsencode(path)) > _PATH_BYTES_MAX:
         raise AccessDenied(f"{path}: too long for a socket", hint=f"at most {_PATH_BYTES_MAX} bytes")
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         os.mkdir(folder, mode)
         os.chmod(folder, mode)  # whatever the umask
@@ -52,7 +53,8 @@ def prepare_folder(path: Path, *, mode: int = 0o700) -> None:
 
 
 def check_folder(path: Path, *, mode: int = 0o700) -> None:
-    """Raise :class:`AccessDenied` unless the socket's folder belongs to this user and is closed to others."""
+    """Raise :class:`AccessDenied` unless the socket's folder belongs to this user, or to root, and is closed to others;
+    :class:`FileNotFoundError` where there is none."""
     found = os.lstat(path.parent)
     if not stat.S_ISDIR(found.st_mode):
         raise AccessDenied(f"{path.parent} is not a folder", hint="remove it, or choose another with --socket")
@@ -64,26 +66,38 @@ def check_folder(path: Path, *, mode: int = 0o700) -> None:
 
 
 def peer_of(connection: socket.socket) -> Peer:
+    """Who connected."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return Peer(*_CREDENTIALS.unpack(raw))
 
 
 def send(connection: socket.socket, data: bytes, fd: int | None = None) -> None:
     """One datagram, whole or not at all. The receiver gets a descriptor of its own."""
-    if fd is None:
-        connection.send(data, socket.MSG_NOSIGNAL)
-    else:
-        socket.send_fds(connection, [data], [fd], socket.MSG_NOSIGNAL)
+    rights = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _FD.pack(fd))]
+    connection.sendmsg([data], rights, socket.MSG_NOSIGNAL)
 
 
 def receive(connection: socket.socket) -> tuple[bytes, int | None]:
     """One datagram and the descriptor that came with it, close-on-exec. Empty data: the other end is gone.
 
-    Raises :class:`ProtocolError` for an oversized datagram or more than one descriptor; what came is closed.
+    Raises :class:`ProtocolError` for an oversized datagram, for more than one descriptor, and for one without data;
+    what came is closed.
     """
-    data, fds, flags, _ = socket.recv_fds(connection, MESSAGE_BYTES_MAX + 1, 2, socket.MSG_CMSG_CLOEXEC)
-    if len(data) > MESSAGE_BYTES_MAX or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(fds) > 1:
+    # Not socket.recv_fds, which takes flags and drops them: descriptors would leak into what we start.
+    data, ancillary, flags, _ = connection.recvmsg(
+        MESSAGE_BYTES_MAX + 1, socket.CMSG_SPACE(2 * _FD.size), socket.MSG_CMSG_CLOEXEC
+    )
+    fds: list[int] = [
+        fd
+        for level, kind, rights in ancillary
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+        for (fd,) in _FD.iter_unpack(rights[: len(rights) // _FD.size * _FD.size])
+    ]
+    cut = flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
+    if len(data) > MESSAGE_BYTES_MAX or cut or len(fds) > 1 or (fds and not data):
         for fd in fds:
             os.close(fd)
-        raise ProtocolError(f"a datagram over {MESSAGE_BYTES_MAX} bytes, or with more than one descriptor")
+        raise ProtocolError(
+            f"a datagram over {MESSAGE_BYTES_MAX} bytes, with more than one descriptor, or with nothing else"
+        )
     return data, fds[0] if fds else None

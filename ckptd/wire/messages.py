@@ -20,10 +20,12 @@ SlotNumber = Annotated[int, msgspec.Meta(ge=0, lt=SLOTS_MAX)]
 
 
 class Message(msgspec.Struct, kw_only=True, frozen=True, tag_field="type"):
-    pass
+    """What all messages have in common: their type."""
 
 
 class Request(Message, kw_only=True, frozen=True):
+    """A message that is answered, or an answer."""
+
     request: Size = 0
 
 
@@ -149,6 +151,8 @@ class Drain(Request, kw_only=True, frozen=True, tag="drain"):
 
 
 class Welcome(Request, kw_only=True, frozen=True, tag="welcome"):
+    """The session is open."""
+
     pid: int
     version: str
     offers: tuple[SnapshotOffer, ...]
@@ -156,6 +160,8 @@ class Welcome(Request, kw_only=True, frozen=True, tag="welcome"):
 
 
 class Refused(Request, kw_only=True, frozen=True, tag="refused"):
+    """An error, as the answer to whichever request."""
+
     error: str
     """The name of a class in :mod:`ckptd.errors`."""
     message: str
@@ -163,14 +169,18 @@ class Refused(Request, kw_only=True, frozen=True, tag="refused"):
 
 
 class Done(Request, kw_only=True, frozen=True, tag="done"):
-    pass
+    """It is done; there is nothing more to say."""
 
 
 class ArenaGranted(Request, kw_only=True, frozen=True, tag="arena_granted"):
+    """Carries the descriptor of the arena."""
+
     arena: str
 
 
 class Status(Request, kw_only=True, frozen=True, tag="status"):
+    """What the daemon is doing, for people and programs."""
+
     status: dict[str, Any]
 
 
@@ -183,6 +193,8 @@ class Durable(Message, kw_only=True, frozen=True, tag="durable"):
 
 
 class Committed(Message, kw_only=True, frozen=True, tag="committed"):
+    """The manifest exists."""
+
     step: Step
     generation: Generation
     stats: dict[str, float | str]
@@ -224,8 +236,11 @@ _outgoing = msgspec.json.Decoder(Outgoing)
 
 
 def encode(message: Message) -> bytes:
-    """Raises :class:`ProtocolError` over :data:`MESSAGE_BYTES_MAX`."""
-    data = msgspec.json.encode(message)
+    """Raises :class:`ProtocolError` over :data:`MESSAGE_BYTES_MAX`, and for a value that JSON cannot carry."""
+    try:
+        data = msgspec.json.encode(message)
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ProtocolError(f"a message that JSON cannot carry: {error}") from None
     if len(data) > MESSAGE_BYTES_MAX:
         raise ProtocolError(f"a message of {len(data)} bytes, over the limit of {MESSAGE_BYTES_MAX}")
     return data

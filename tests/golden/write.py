@@ -1,0 +1,242 @@
+"""Writes the golden directories: ``python -m tests.golden.write --regenerate``.
+
+May be run only for a format version that no release has written yet. After a release its folder is never touched again,
+whatever the code has become: what readers of that version must be able to read lies there. A new format version, or a
+new case, gets a new folder; an old one is not edited to make a test pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from ckptd.format import proof
+from ckptd.format.digests import hex_digest
+from ckptd.format.dtypes import ITEM_BYTES
+from ckptd.format.keys import RUN as RUN_KEY
+from ckptd.format.keys import (
+    Version,
+    generation_key,
+    manifest_key,
+    mark_key,
+    receipt_key,
+    shard_key,
+    tombstone_key,
+)
+from ckptd.format.proof import prove
+from ckptd.format.records import (
+    Box,
+    GenerationRecord,
+    Lease,
+    Mark,
+    Parent,
+    Run,
+    Skipped,
+    Span,
+    Tombstone,
+    encode,
+)
+from ckptd.format.tree import encode_tree
+from tests.format.saved import RUN, Held, Rank, whole
+
+FOLDER = Path(__file__).parent / "v1"
+SMALL_INDEX = {"INDEX_INLINE_BYTES_MAX": 200, "INDEX_PART_BYTES_TARGET": 400}
+"""Limits under which the case ``index_in_parts`` was written, so that it is small."""
+
+Files = dict[str, bytes]
+
+
+def committed(ranks: Sequence[Rank]) -> Files:
+    """All objects of one committed checkpoint."""
+    version, world = ranks[0].version, len(ranks)
+    receipts = [rank.receipt() for rank in ranks]
+    files = {shard_key(version, rank.rank, world, rank.attempt): rank.stored()[1] for rank in ranks}
+    files |= {receipt_key(version, rank.rank, world): receipt for rank, receipt in zip(ranks, receipts, strict=True)}
+    commit = prove(receipts)
+    return {**files, **commit.index_parts, manifest_key(version): encode(commit.manifest)}
+
+
+def opened(generation: int, world: int = 1, opened_from: Version | None = None) -> Files:
+    """The record of a generation, and that of the run."""
+    parent = opened_from and Parent(generation=opened_from.generation, step=opened_from.step)
+    record = GenerationRecord(
+        generation=generation,
+        host="node-1",
+        launch=f"launch#{generation - 1}",
+        opened_from=parent,
+        pid=4711,
+        run=RUN,
+        world=world,
+    )
+    return {RUN_KEY: encode(Run(run=RUN)), generation_key(generation): encode(record)}
+
+
+def piece(name: str, dtype: str, shape: tuple[int, ...], wheres: Sequence[Box | Span]) -> Held:
+    """Some pieces of a tensor, each filled with a pattern."""
+    pieces = []
+    for number, where in enumerate(wheres):
+        count = math.prod(where.lengths) if isinstance(where, Box) else where.stop - where.start
+        pieces.append((where, bytes((number + 3 * i) % 256 for i in range(count * ITEM_BYTES[dtype]))))
+    return Held(name, dtype, shape, pieces)
+
+
+def tensor(name: str) -> dict[str, Any]:
+    """A reference in the state tree."""
+    return {"$": "tensor", "v": name}
+
+
+class _Node:
+    """A value that another module's codec has made a tagged object of."""
+
+    def __init__(self, node: dict[str, Any]) -> None:
+        self.node = node
+
+
+PLAIN_STATE = {
+    "none": None,
+    "flags": [True, False],
+    "integers": [0, -1, 2**53, -(2**53), 2**53 + 1, -(2**64), 10**40],
+    "floats": [0.0, -0.0, 0.1, 1e16, 5e-324, math.inf, -math.inf, math.nan],
+    "complex": [1 + 2j, complex(-0.0, math.nan)],
+    "strings": ["", "a/b~c", "\N{SNOWMAN}", "\ud800", "\0"],
+    "bytes": [b"", b"\0\xff", bytearray(b"abc")],
+    "sequences": [(), (1, (2,)), {3, 1, 2}, frozenset({"a"}), deque([1, 2], maxlen=3), deque()],
+    "dicts": [{}, OrderedDict(b=1, a=2), Counter({25: 1, 50: 2})],
+    "keys": {"1": 0, 1: 1, None: 2, 2.5: 3, b"k": 4, ("a", 1): 5, "": 6, "__metadata__": 7},
+    "of other modules": [
+        _Node({"$": "enum", "class": "http:HTTPStatus", "v": 404}),
+        _Node({"$": "npscalar", "dtype": "<f4", "v": "AACAPw=="}),
+        _Node({"$": "ndarray", "dtype": "<f8", "v": tensor("plain/array")}),
+        _Node({"$": "torch.dtype", "v": "bfloat16"}),
+        _Node({"$": "torch.device", "v": "cuda:0"}),
+        _Node({"$": "torch.Size", "v": [2, 3]}),
+        _Node({"$": "torch.Generator", "device": "cpu", "v": "AAEC"}),
+        _Node({"$": "codec", "name": "mine", "v": [1]}),
+    ],
+}
+
+
+def _tree(state: dict[str, Any]) -> Any:
+    return encode_tree(state, lambda value, _: value.node if isinstance(value, _Node) else None)
+
+
+def one_rank() -> Files:
+    """Every dtype, scalars, empty tensors, odd names, aliases, and a state tree with every type."""
+    tensors = [whole(f"model/{dtype}", dtype, (2, 3)) for dtype in sorted(ITEM_BYTES)]
+    tensors += [
+        whole("model/scalar", "float32", ()),
+        whole("model/empty", "int64", (0, 3)),
+        whole("model/~e", "uint8", (1,)),
+        whole("model/a~1b~0c", "uint8", (2,)),
+        whole("model/~i1", "uint8", (3,)),
+        whole("model/\N{SNOWMAN}~ud800;", "uint8", (4,)),
+        whole("~m", "uint8", (5,)),
+        whole("plain/array", "float64", (2,)),
+        whole("rng/torch", "uint8", (16,), per_rank=True),
+    ]
+    model = [_Node(tensor(held.name)) for held in tensors]
+    rank = Rank(
+        tensors,
+        step=10,
+        parts=("model", "plain", "rng"),
+        aliases={"model/tied": "model/float32", "model/also": "model/float32"},
+        metrics={"loss": 0.25, "grad_norm": None, "lr": 1e-05},
+        tree=_tree({"model": model, "plain": PLAIN_STATE, "rng": [model[-1]]}),
+    )
+    return {**opened(1), **committed([rank])}
+
+
+def two_ranks() -> Files:
+    """A matrix cut into boxes unevenly, a replica that rank 0 holds, values of each rank's own; the next generation
+    goes on from it with one rank."""
+    shape = (3, 5)
+    boxes = [[Box((0, 0), (2, 5))], [Box((2, 0), (1, 2)), Box((2, 2), (1, 3))]]
+    ranks = [
+        Rank(
+            [
+                piece("model/w", "float32", shape, boxes[rank]),
+                whole("model/bias", "bfloat16", (5,)) if rank == 0 else Held("model/bias", "bfloat16", (5,)),
+                whole("loader/seen", "int64", (1 + rank,), per_rank=True, seed=rank),
+            ],
+            rank=rank,
+            world=2,
+            step=20,
+            parts=("loader", "model"),
+            metrics={"loss": 1.5},
+            attempt=f"attempt-{rank}",
+        )
+        for rank in range(2)
+    ]
+    parent = ranks[0].version
+    next_life = Rank(
+        [whole("model/w", "float32", shape), whole("model/bias", "bfloat16", (5,))],
+        step=30,
+        generation=2,
+        launch="launch#1",
+        parent=parent,
+    )
+    return {**opened(1, world=2), **committed(ranks), **opened(2, opened_from=parent), **committed([next_life])}
+
+
+def spans() -> Files:
+    """A flat parameter cut where no row ends, one rank without any of it; one tensor in several pieces on a rank."""
+    cuts = [[Span(0, 7), Span(10, 12)], [], [Span(7, 10)]]
+    ranks = [
+        Rank(
+            [piece("flat", "float16", (4, 3), cuts[rank]), piece("empty", "float16", (0,), [Span(0, 0)])],
+            rank=rank,
+            world=3,
+            step=5,
+            parts=("flat",),
+        )
+        for rank in range(3)
+    ]
+    return {**opened(1, world=3), **committed(ranks)}
+
+
+def index_in_parts() -> Files:
+    """An index that is too large for the manifest."""
+    with mock.patch.multiple(proof, **SMALL_INDEX):
+        return {**opened(1), **committed([Rank([whole(f"w{i}", "uint8", (i,)) for i in range(12)])])}
+
+
+def around() -> Files:
+    """What lies beside checkpoints: marks, leases, a tombstone, and a rank that took no part in a step."""
+    version, process = Version(10, 1), "5f3c.4026531836:4711:99"
+    files = {**opened(1, world=2)}
+    for kind in ("verified", "suspect", "pinned", "unpinned", "unhealthy", "revoked", "debug"):
+        mark = Mark(by="ckptd verify", mark=kind, reason="every block was read", version=str(version))
+        files[mark_key(version, kind, f"{len(files):032x}")] = encode(mark)
+    for purpose, about in (("writer", None), ("reader", str(version)), ("reference", str(version))):
+        lease = Lease(holder="node-1, pid 4711, launch#0", process=process, purpose=purpose, version=about)
+        files[f"leases/{purpose}-{about or hex_digest(b'launch')}-{'0' * 31}1-000000.json"] = encode(lease)
+    files[tombstone_key(version)] = encode(Tombstone(reason="5 newer ones are committed", version=str(version)))
+    skipped = Skipped(generation=1, rank=1, reason="no free slot within 30 s", run=RUN, step=20)
+    files[receipt_key(Version(20, 1), 1, 2)] = encode(skipped)
+    return files
+
+
+CASES = {made.__name__: made for made in (one_rank, two_ranks, spans, index_in_parts, around)}
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--regenerate", action="store_true", required=True, help="yes, overwrite them")
+    parser.parse_args()
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    for name, make in CASES.items():
+        for key, data in make().items():
+            path = FOLDER / name / key
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Every rule of the format has a file that breaks it and nothing else, and each is refused by exactly one class.
+
+``v1/<what>/<rule>``: the folder says what is read. None is ever edited; a new rule gets a new file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptd.errors import CkptdError, CoverageError, FormatError, UnsupportedFormat
+from ckptd.format.proof import prove
+from ckptd.format.records import GenerationRecord, Lease, Manifest, Mark, Run, decode
+from ckptd.format.shard import read_header
+from ckptd.format.tree import decode_json, decode_tree
+
+FOLDER = Path(__file__).parent / "v1"
+
+
+def _unknown(tag: str, members: dict[str, object]) -> object:
+    raise FormatError(f"no codec for {tag}")
+
+
+READERS: dict[str, Callable[[bytes], object]] = {
+    "run": lambda data: decode(data, Run),
+    "generation": lambda data: decode(data, GenerationRecord),
+    "manifest": lambda data: decode(data, Manifest),
+    "mark": lambda data: decode(data, Mark),
+    "lease": lambda data: decode(data, Lease),
+    "receipt": lambda data: prove([data]),
+    "tree": lambda data: decode_tree(decode_json(data), _unknown),
+    "shard": read_header,
+}
+
+REFUSED: dict[str, tuple[type[CkptdError], str]] = {
+    "generation/generation-negative.json": (FormatError, "$.generation"),
+    "generation/generation-too-large.json": (FormatError, "$.generation"),
+    "generation/parent-step-too-large.json": (FormatError, "$.opened_from.step"),
+    "generation/parent-without-a-step.json": (FormatError, "$.opened_from"),
+    "generation/size-as-a-fraction.json": (FormatError, "$.pid"),
+    "generation/size-over-63-bits.json": (FormatError, "$.pid"),
+    "generation/text-too-long.json": (FormatError, "$.host"),
+    "generation/world-of-nobody.json": (FormatError, "$.world"),
+    "generation/world-too-large.json": (FormatError, "$.world"),
+    "lease/lease-for-an-unknown-purpose.json": (FormatError, "$.purpose"),
+    "manifest/digest-in-capitals.json": (FormatError, "$.receipts[0].digest"),
+    "manifest/digest-too-short.json": (FormatError, "$.receipts[0].digest"),
+    "manifest/metric-not-a-number.json": (FormatError, "not a record of the format"),
+    "manifest/negative-dimension.json": (FormatError, "$.index[0].shape[0]"),
+    "manifest/step-too-large.json": (FormatError, "$.step"),
+    "manifest/too-many-dimensions.json": (FormatError, "$.index[0].shape"),
+    "mark/mark-of-an-unknown-kind.json": (FormatError, "$.mark"),
+    "mark/version-not-padded.json": (FormatError, "$.version"),
+    "receipt/alias-of-nothing.json": (
+        CoverageError,
+        "rank 0: tied: an alias of x, which is not a tensor of this layout",
+    ),
+    "receipt/alias-that-is-a-tensor.json": (
+        CoverageError,
+        "rank 0: v: an alias of w, which is not a tensor of this layout",
+    ),
+    "receipt/attempt-with-a-slash.json": (FormatError, "$.shard.attempt"),
+    "receipt/blocks-not-base64.json": (FormatError, "$.shard.blocks"),
+    "receipt/digests-that-do-not-add-up.json": (CoverageError, "rank 0: the receipt's digests do not add up"),
+    "receipt/element-missing.json": (CoverageError, "w: 3 of 4 elements are covered, by ranks [0]"),
+    "receipt/element-twice.json": (CoverageError, "w: ranks 0 and 0 both hold elements of (2,)+(2,) and (0,)+(3,)"),
+    "receipt/header-longer-than-described.json": (
+        CoverageError,
+        "rank 0: hole or overlap in the shard at byte 4095: the next piece starts at 4096",
+    ),
+    "receipt/hole-in-the-shard.json": (
+        CoverageError,
+        "rank 0: hole or overlap in the shard at byte 4096: the next piece starts at 4097",
+    ),
+    "receipt/layout-member-twice.json": (FormatError, "an object has the member 'shard_bytes' twice"),
+    "receipt/layout-of-nothing.json": (FormatError, "malformed layout"),
+    "receipt/name-twice.json": (CoverageError, "rank 0: w: named twice in one layout"),
+    "receipt/overlap-in-the-shard.json": (
+        CoverageError,
+        "rank 0: hole or overlap in the shard at byte 4112: the next piece starts at 4111",
+    ),
+    "receipt/own-value-in-part.json": (CoverageError, "w: 3 of 4 elements are covered, by ranks [0]"),
+    "receipt/piece-as-box-and-range.json": (CoverageError, "rank 0: w: a piece is a box or a range, not both"),
+    "receipt/piece-of-other-bytes.json": (
+        CoverageError,
+        "rank 0: w: a piece of 12 bytes where its shape and dtype make 16",
+    ),
+    "receipt/piece-of-other-dimensions.json": (
+        CoverageError,
+        "rank 0: w: box (0, 0)+(2, 2) does not lie in shape (4,)",
+    ),
+    "receipt/piece-outside-its-tensor.json": (CoverageError, "rank 0: w: box (2,)+(4,) does not lie in shape (4,)"),
+    "receipt/range-backwards.json": (CoverageError, "rank 0: w: range 4:0 does not lie in shape (4,)"),
+    "receipt/range-outside-its-tensor.json": (CoverageError, "rank 0: w: range 1:5 does not lie in shape (4,)"),
+    "receipt/rank-of-a-larger-world.json": (CoverageError, "1 receipts for a world of 2 ranks"),
+    "receipt/rank-of-its-own.json": (CoverageError, "the receipt of rank 0 says that it is of rank 1"),
+    "receipt/receipt-of-nothing.json": (FormatError, "not a record of the format"),
+    "receipt/scalar-twice.json": (CoverageError, "w: saved whole by ranks 0 and 0"),
+    "receipt/shard-elsewhere.json": (
+        CoverageError,
+        "rank 0: the receipt's shard lies at checkpoints/x.safetensors, which is not its place",
+    ),
+    "receipt/shard-longer-than-described.json": (
+        CoverageError,
+        "rank 0: shard of 4115 bytes is described up to byte 4114",
+    ),
+    "receipt/shard-of-another-size.json": (
+        CoverageError,
+        "rank 0: the receipt's size or digests do not fit its layout",
+    ),
+    "receipt/tensor-that-nobody-saved.json": (CoverageError, "w: 0 of 4 elements are covered, by ranks none"),
+    "receipt/too-few-digests.json": (CoverageError, "rank 0: the receipt's size or digests do not fit its layout"),
+    "receipt/unknown-dtype.json": (CoverageError, "rank 0: w: unknown dtype 'float31'"),
+    "run/a-pickle.json": (FormatError, "not a record of the format"),
+    "run/another-kind.json": (FormatError, "expected a run, found a 'index'"),
+    "run/earlier-than-the-first-version.json": (FormatError, "$.format"),
+    "run/empty.json": (FormatError, "not a record of the format"),
+    "run/integer-too-long.json": (FormatError, "not JSON"),
+    "run/later-version.json": (UnsupportedFormat, "format version 2, and this release reads 1 (upgrade ckptd)"),
+    "run/member-missing.json": (FormatError, "not a record of the format"),
+    "run/member-twice-by-escape.json": (FormatError, "an object has the member 'run' twice"),
+    "run/member-twice.json": (FormatError, "an object has the member 'run' twice"),
+    "run/nested-too-deep.json": (FormatError, "not a record of the format"),
+    "run/no-kind.json": (FormatError, "not a record of the format"),
+    "run/no-version.json": (FormatError, "not a record of the format"),
+    "run/not-json.json": (FormatError, "not a record of the format"),
+    "run/not-utf8.json": (FormatError, "not a record of the format"),
+    "run/run-too-long.json": (FormatError, "$.run"),
+    "run/run-with-a-newline.json": (FormatError, "$.run"),
+    "run/run-with-a-slash.json": (FormatError, "$.run"),
+    "run/trailing-bytes.json": (FormatError, "not a record of the format"),
+    "run/truncated.json": (FormatError, "not a record of the format"),
+    "run/version-as-text.json": (FormatError, "$.format"),
+    "shard/header-beyond-the-file.safetensors": (FormatError, "shard header of 4096 bytes in 62 bytes read"),
+    "shard/header-not-json.safetensors": (FormatError, "not safetensors JSON"),
+    "shard/header-too-long.safetensors": (FormatError, "shard header of 100000001 bytes in 62 bytes read"),
+    "shard/name-twice.safetensors": (FormatError, "an object has the member 'a' twice"),
+    "shard/piece-before-the-data.safetensors": (FormatError, "$.data_offsets[0]"),
+    "shard/piece-of-another-size.safetensors": (FormatError, "a: lies at 0:8 of the data, expected 0:12"),
+    "shard/piece-over-63-bits.safetensors": (FormatError, "$.shape[0]"),
+    "shard/with-a-hole.safetensors": (FormatError, "b: lies at 2:3 of the data, expected 1:2"),
+    "shard/with-an-overlap.safetensors": (FormatError, "b: lies at 1:3 of the data, expected 2:4"),
+    "shard/without-a-header.safetensors": (FormatError, "a shard of 3 bytes has no header"),
+    "tree/bytes-not-base64.json": (FormatError, "'bytes'"),
+    "tree/bytes-with-loose-bits.json": (FormatError, "'bytes': not as base64 is written"),
+    "tree/deque-longer-than-it-may-be.json": (FormatError, "'deque': more elements than its maxlen"),
+    "tree/element-that-has-no-place-in-a-set.json": (FormatError, "'set'"),
+    "tree/element-twice.json": (FormatError, "'set': an element twice"),
+    "tree/float-cut-short.json": (FormatError, "'float'"),
+    "tree/float-that-is-plain.json": (FormatError, "'float': not as such a number is written"),
+    "tree/integer-in-decimal.json": (FormatError, "'int': not as an integer beyond 2**53 is written"),
+    "tree/integer-that-is-plain.json": (FormatError, "'int': not as an integer beyond 2**53 is written"),
+    "tree/item-that-is-no-pair.json": (FormatError, "'dict'"),
+    "tree/key-that-is-no-key.json": (FormatError, "'dict': not a key that can be named: list"),
+    "tree/key-twice.json": (FormatError, "'dict': duplicate key 'a'"),
+    "tree/member-twice.json": (FormatError, "an object has the member 'v' twice"),
+    "tree/nested-too-deep.json": (FormatError, "state tree nested deeper than 64 levels"),
+    "tree/object-without-a-type.json": (FormatError, "state tree holds an object without a type"),
+    "tree/plain-integer-too-large.json": (FormatError, "state tree: a plain number beyond 2**53"),
+    "tree/string-that-is-plain.json": (FormatError, "'str': a string that stands for itself"),
+    "tree/unknown-member.json": (FormatError, "'tuple': a member that its type does not have"),
+    "tree/unknown-type.json": (FormatError, "no codec for later"),
+}
+"""File → the class that refuses it, and words of the message that show for which reason."""
+
+
+def test_every_file_is_in_the_table() -> None:
+    assert {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*") if path.is_file()} == set(REFUSED)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_breaks_a_rule_is_refused(name: str) -> None:
+    error, message = REFUSED[name]
+    with pytest.raises(error) as caught:
+        READERS[name.split("/")[0]]((FOLDER / name).read_bytes())
+    assert type(caught.value) is error
+    assert message in str(caught.value)
