@@ -10,9 +10,10 @@ backend. The conformance suite, ``ckptd_backends.testing``, states every promise
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 from urllib.parse import urlsplit
@@ -148,7 +149,8 @@ class LeavingUploads(Protocol):
 
     async def abort_stale_uploads(self) -> int:
         """Abort the journaled uploads below this root whose writer is dead, and own ones whose abort failed before.
-        Returns how many. To be called at start and at intervals; never touches what a live writer is sending."""
+        Returns how many. To be called at start and at intervals; never touches what a live writer is sending. Failures
+        are collected into one :class:`ExceptionGroup`, and tried again the next time."""
         ...
 
 
@@ -194,7 +196,7 @@ def open_backend(url: str, options: StorageOptions | None = None, *, state_dir: 
     """
     url = normal_url(url)
     scheme = url.split("://", 1)[0]
-    found = {point.name: point for point in entry_points(group="ckptd.backends")}
+    found = _installed("ckptd.backends")
     point = found.get(scheme) or found.get("fsspec")
     if point is None:
         raise ConfigError(
@@ -209,3 +211,26 @@ def open_backend(url: str, options: StorageOptions | None = None, *, state_dir: 
             hint=f"pip install 'ckptd[{point.name}]'",
         ) from error
     return factory(url, options or {}, state_dir=state_dir)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one backend may take. ``None``: no limit beyond the backend's own."""
+
+    operations_max: int | None = None
+    """Operations at once."""
+    up_bytes_per_second: float | None = None
+    down_bytes_per_second: float | None = None
+
+
+def with_standard_wrappers(backend: Backend, limits: Limits) -> Backend:
+    """``backend`` with retries, limits and tracing around it: what production uses. The entry point ``standard`` in
+    the group ``ckptd.wrappers``."""
+    wrap = cast(Callable[[Backend, Limits], Backend], _installed("ckptd.wrappers")["standard"].load())
+    return wrap(backend, limits)
+
+
+@cache
+def _installed(group: str) -> Mapping[str, EntryPoint]:
+    """Looked up once: it reads the metadata of every installed package."""
+    return {point.name: point for point in entry_points(group=group)}

@@ -1,0 +1,168 @@
+"""The seam between the local backend and the operating system: every file operation it may use, and no other.
+
+A model of a disk that loses power stands in for :class:`Files` in tests, so the rules are narrow: bytes are durable
+after ``fsync`` of their file, names after ``fsync_directory`` of the folder they stand in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+from typing import NamedTuple
+
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class FileState(NamedTuple):
+    """What the file system says of one name."""
+
+    name: str
+    size_bytes: int
+    modified_seconds: float
+    identity: tuple[int, int]
+    """Device and inode."""
+    is_file: bool
+    is_directory: bool
+
+
+class Files:
+    """Blocking; raises :class:`OSError`. Paths are absolute; symbolic links are never followed in the last segment."""
+
+    def create(self, path: str) -> int:
+        """A descriptor for writing to a file that did not exist; its mode follows the umask."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+    def open(self, path: str) -> int:
+        """A descriptor for reading."""
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def close(self, descriptor: int) -> None:
+        os.close(descriptor)
+
+    def set_direct(self, descriptor: int, direct: bool) -> None:
+        """Turn ``O_DIRECT`` on or off. ``EINVAL`` where the file system has none."""
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        wanted = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
+        if wanted != flags:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, wanted)
+
+    def allocate(self, descriptor: int, size: int) -> None:
+        """Reserve room for the bytes ``[0, size)``, so that a full disk shows now."""
+        os.posix_fallocate(descriptor, 0, size)
+
+    def write(self, descriptor: int, data: memoryview, offset: int) -> int:
+        """Write some of ``data``; returns how many bytes."""
+        return os.pwrite(descriptor, data, offset)
+
+    def read(self, descriptor: int, out: memoryview, offset: int) -> int:
+        """Read into some of ``out``; returns how many bytes, 0 at the end of the file."""
+        return os.preadv(descriptor, [out], offset)
+
+    def fsync(self, descriptor: int) -> None:
+        os.fsync(descriptor)
+
+    def link(self, descriptor: int, target: str) -> None:
+        """Give the open file the name ``target`` too. The file, not what stands at its name by now.
+
+        ``EEXIST`` where the name is taken; any other error where links are not to be had.
+        """
+        # Python follows the link in /proc only where it is told a folder to start from, though the path is absolute.
+        os.link(f"/proc/self/fd/{descriptor}", target, src_dir_fd=descriptor, follow_symlinks=True)
+
+    def rename_noreplace(self, source: str, target: str) -> None:
+        """Rename unless ``target`` exists (``EEXIST``). ``EINVAL`` or ``ENOSYS`` where that is not to be had."""
+        done = _libc.renameat2(
+            _AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), ctypes.c_uint(_RENAME_NOREPLACE)
+        )
+        if done != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), source, None, target)
+
+    def rename(self, source: str, target: str) -> None:
+        """Rename over whatever ``target`` is."""
+        os.rename(source, target)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def make_directory(self, path: str) -> None:
+        os.mkdir(path)
+
+    def remove_directory(self, path: str) -> None:
+        """``ENOTEMPTY`` unless it is empty."""
+        os.rmdir(path)
+
+    def fsync_directory(self, path: str) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def state(self, path: str) -> FileState:
+        """Of the name ``path``."""
+        return _state(os.path.basename(path), os.stat(path, follow_symlinks=False))
+
+    def state_of(self, descriptor: int) -> FileState:
+        """Of an open file, whose name may have gone."""
+        return _state("", os.fstat(descriptor))
+
+    def list(self, path: str) -> list[FileState]:
+        """What stands in a folder, in no order, without what vanished meanwhile."""
+        found: list[FileState] = []
+        with os.scandir(path) as entries:
+            for entry in entries:
+                try:
+                    found.append(_state(entry.name, entry.stat(follow_symlinks=False)))
+                except FileNotFoundError:
+                    continue
+        return found
+
+    def free_bytes(self, path: str) -> int:
+        """Room for an ordinary user on the file system of ``path``."""
+        room = os.statvfs(path)
+        return room.f_bavail * room.f_frsize
+
+
+def _state(name: str, found: os.stat_result) -> FileState:
+    return FileState(
+        name,
+        found.st_size,
+        found.st_mtime,
+        (found.st_dev, found.st_ino),
+        stat.S_ISREG(found.st_mode),
+        stat.S_ISDIR(found.st_mode),
+    )
+
+
+class _Buffer(ctypes.Structure):
+    """``Py_buffer`` as far as the address; the rest is only room."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("rest", ctypes.c_byte * 256))
+
+
+_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
+_get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_Buffer), ctypes.c_int)
+_release_buffer = ctypes.pythonapi.PyBuffer_Release
+_release_buffer.argtypes = (ctypes.POINTER(_Buffer),)
+
+
+def address_of(view: memoryview) -> int:
+    """Where the bytes of a contiguous view lie; ``ctypes`` alone tells it only of writable ones."""
+    buffer = _Buffer()
+    _get_buffer(view, ctypes.byref(buffer), 0)
+    try:
+        return buffer.address or 0
+    finally:
+        _release_buffer(ctypes.byref(buffer))
+
+
+def unsupported(error: OSError) -> bool:
+    """Whether the error means that this file, memory or range does not take the operation at all, such as ``O_DIRECT``
+    or reserving room."""
+    return error.errno in (errno.EINVAL, errno.EOPNOTSUPP)

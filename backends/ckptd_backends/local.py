@@ -1,0 +1,214 @@
+"""A local or mounted POSIX file system: each object is a file, and acknowledged means synced.
+
+Write: temporary file beside the target → bytes by ``O_DIRECT`` where that is to be had → sync the file → link it to its
+name → sync the folder, and every folder above that is new. Names that are no keys (temporaries begin with ``~``) and
+symbolic links are neither listed nor followed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+
+import msgspec
+
+from ckptd.errors import NotFound, StorageError, TooLarge, UsageError
+from ckptd.format.keys import KEY_PATTERN
+from ckptd.limits import MIB, PAGE_BYTES
+from ckptd.storage import Backend, Capabilities, Factory, ObjectInfo, Source, StorageOptions, check_key, check_prefix
+from ckptd_backends.files import Files, FileState
+from ckptd_backends.local_directories import Directories
+from ckptd_backends.local_errors import mapped
+from ckptd_backends.local_reader import OpenFile, direct_body, edges
+from ckptd_backends.local_writer import NewFile
+from ckptd_backends.options import checked_options
+from ckptd_backends.pool import Pool
+from ckptd_backends.sources import Part, byte_view, each_part, parts_of, source_of
+
+
+class LocalOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``storage_options`` of ``file://``."""
+
+    part_bytes: int = 8 * MIB
+    """Size of one write or read; a multiple of 4096."""
+    inflight_max: int = 4
+    """Threads, and so writes and reads at once: two fill a fast SSD."""
+
+    def __post_init__(self) -> None:
+        if self.part_bytes <= 0 or self.part_bytes % PAGE_BYTES or not 1 <= self.inflight_max <= 256:
+            raise ValueError("part_bytes must be a multiple of 4096, inflight_max between 1 and 256")
+
+
+class LocalBackend:
+    """``file:///absolute/folder``."""
+
+    def __init__(self, root: str, options: LocalOptions, files: Files | None = None) -> None:
+        self._url = f"file://{root}"
+        self._root = os.path.realpath(root)
+        self._part_bytes = options.part_bytes
+        self._files = files or Files()
+        self._directories = Directories(self._files, self._root)
+        self._pool = Pool(options.inflight_max, f"ckptd-file-{os.path.basename(root)}")
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            put_if_absent=True,
+            inflight_max=self._pool.threads,
+            part_bytes=self._part_bytes,
+            survives_power_loss=True,
+        )
+
+    # Writing
+
+    async def put(self, key: str, data: bytes | memoryview | Source, *, if_absent: bool = False) -> ObjectInfo:
+        source = source_of(data)
+        target = self._path(key)
+        async with self._pool.operation():
+            new = NewFile(self._files, self._directories, key, target, source.view)
+            try:
+                await self._pool.run(new.create)
+                await self._write(new, source)
+                await source.complete()
+                path_taken = "direct" if new.body_bytes else "buffered"
+                return _info(key, await self._pool.run(new.publish, if_absent=if_absent), path_taken)
+            finally:
+                await self._pool.run(new.discard)
+
+    async def _write(self, new: NewFile, source: Source) -> None:
+        async def write(_: int, part: Part) -> None:
+            await source.ready(part.start, part.stop)
+            await self._pool.run(new.write, part.start, part.stop)
+
+        body_bytes = new.body_bytes
+        await each_part(parts_of(body_bytes, self._part_bytes), self._pool.threads, write)
+        await self._pool.run(new.end_body)
+        rest = parts_of(source.view.nbytes, self._part_bytes, start=body_bytes)
+        await each_part(rest, self._pool.threads, write)
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        paths = {key: self._path(key) for key in keys}
+        async with self._pool.operation():
+            if failures := await self._pool.run(self._delete, paths):
+                raise ExceptionGroup(f"{len(failures)} of {len(paths)} objects not deleted", failures)
+
+    def _delete(self, paths: dict[str, str]) -> list[Exception]:
+        failures: list[Exception] = []
+        folders: set[str] = set()
+        for key, path in paths.items():
+            try:
+                with mapped(key, path):
+                    self._files.unlink(path)
+                folders.add(os.path.dirname(path))
+            except NotFound:
+                continue
+            except (StorageError, UsageError) as error:
+                if not isinstance(error, UsageError):  # a folder is no object, so the object is missing
+                    failures.append(error)
+        # The names are gone for good before the caller goes on to delete what they stood for.
+        for folder in sorted(folders, reverse=True):
+            try:
+                with mapped(folder, folder):
+                    self._files.fsync_directory(folder)
+            except NotFound:
+                continue  # another process found it empty and removed it
+            except StorageError as error:
+                failures.append(error)
+            self._directories.remove_if_empty(folder)
+        return failures
+
+    # Reading
+
+    async def get(self, key: str, *, limit_bytes: int) -> bytes:
+        file = OpenFile(self._files, key, self._path(key))
+        async with self._pool.operation():
+            return await self._pool.run(self._get, file, key, limit_bytes)
+
+    def _get(self, file: OpenFile, key: str, limit_bytes: int) -> bytes:
+        try:
+            file.open()
+            if file.size_bytes > limit_bytes:
+                raise TooLarge(f"has {file.size_bytes} bytes, expected at most {limit_bytes}", key=key)
+            data = bytearray(file.size_bytes)
+            file.read(memoryview(data), 0)
+            return bytes(data)
+        finally:
+            file.close()
+
+    async def read_into(self, key: str, out: memoryview, *, offset: int = 0) -> None:
+        target = byte_view(out)
+        file = OpenFile(self._files, key, self._path(key))
+
+        async def read(_: int, part: Part) -> None:
+            await self._pool.run(file.read, target[part.start : part.stop], offset + part.start)
+
+        async with self._pool.operation():
+            try:
+                await self._pool.run(file.open)
+                body = direct_body(target, offset)
+                await each_part(edges(target, body, self._part_bytes), self._pool.threads, read)
+                file.set_direct(True)
+                await each_part(parts_of(body.stop, self._part_bytes, start=body.start), self._pool.threads, read)
+            finally:
+                file.close()
+
+    async def head(self, key: str) -> ObjectInfo:
+        path = self._path(key)
+        async with self._pool.operation():
+            with mapped(key, path):
+                state = await self._pool.run(self._files.state, path)
+        if not state.is_file:
+            raise NotFound("no such object", key=key)
+        return _info(key, state)
+
+    async def scan(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        check_prefix(prefix)
+        async for info in self._walk(prefix):
+            yield info
+
+    async def _walk(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        async with self._pool.operation():
+            states = await self._pool.run(self._list, prefix)
+        for state in states:
+            key = prefix + state.name
+            if KEY_PATTERN.fullmatch(key) is None:
+                continue
+            if state.is_directory:
+                async for info in self._walk(f"{key}/"):
+                    yield info
+            elif state.is_file:
+                yield _info(key, state)
+
+    def _list(self, prefix: str) -> list[FileState]:
+        """In the order of the keys: a folder sorts with its slash."""
+        path = os.path.join(self._root, prefix).rstrip("/")
+        try:
+            with mapped(prefix, path):
+                states = self._files.list(path)
+        except NotFound:
+            return []  # nothing was ever stored there, or it has just been deleted
+        return sorted(states, key=lambda state: state.name + "/" * state.is_directory)
+
+    async def aclose(self) -> None:
+        await self._pool.aclose()
+
+    def _path(self, key: str) -> str:
+        check_key(key)
+        return f"{self._root}/{key}"
+
+
+def _info(key: str, state: FileState, path_taken: str = "") -> ObjectInfo:
+    return ObjectInfo(key, state.size_bytes, state.modified_seconds, path_taken=path_taken)
+
+
+def open_local(url: str, options: StorageOptions, *, state_dir: Path | None) -> Backend:
+    """Entry point for ``file://``. A temporary lies beside its target, so nothing is journaled in ``state_dir``."""
+    return LocalBackend(url.removeprefix("file://"), checked_options(LocalOptions, options, url=url))
+
+
+_: Factory = open_local

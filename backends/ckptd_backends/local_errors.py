@@ -1,0 +1,45 @@
+"""The table from ``errno`` to the errors of ckptd."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Generator
+
+from ckptd.errors import AccessDenied, NotFound, StorageError, StorageFull, TooLarge, Unavailable, UsageError
+
+_NOT_FOUND = {errno.ENOENT, errno.ENOTDIR}
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
+
+@contextlib.contextmanager
+def mapped(key: str, path: str, *, room: str = "") -> Generator[None]:
+    """Turn an :class:`OSError` about ``path`` into the error of ckptd that says the same of ``key``.
+
+    ``room``: what a full disk should say of needed and free bytes.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise _error(error, key, path, room) from error
+
+
+def _error(error: OSError, key: str, path: str, room: str) -> Exception:
+    text = f"{error.strerror or error} at {path}"
+    if error.errno in _FULL:
+        limit = "quota" if error.errno == errno.EDQUOT else "disk"
+        return StorageFull(f"{limit} full at {path}{room and ': '}{room}", key=key)
+    if error.errno in _NOT_FOUND:
+        return NotFound(f"no such file: {path}", key=key)
+    if error.errno in _DENIED:
+        hint = "symbolic links are not followed" if error.errno == errno.ELOOP else ""
+        return AccessDenied(text, key=key, hint=hint)
+    if error.errno == errno.EISDIR:
+        return UsageError(f"{key}: one of two keys may not be the other's prefix, and {path} is a folder")
+    if error.errno == errno.EFBIG:
+        return TooLarge(text, key=key, hint="the file system or a limit of the process (ulimit -f) forbids such a file")
+    if error.errno in _TRANSIENT:
+        return Unavailable(text, key=key)
+    return StorageError(text, key=key)

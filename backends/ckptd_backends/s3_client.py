@@ -1,0 +1,167 @@
+"""The boto3 client, and requests through it in threads."""
+
+from __future__ import annotations
+
+import threading
+from email.utils import parsedate_to_datetime
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import boto3
+from botocore.config import Config
+from botocore.utils import get_environ_proxies
+
+from ckptd.errors import CredentialsExpired
+from ckptd_backends.options import Secret
+from ckptd_backends.pool import Pool
+from ckptd_backends.retry import RetryPolicy
+from ckptd_backends.s3_errors import mapped
+from ckptd_backends.s3_options import Place, S3Options
+
+SPARE_CONNECTIONS = 4
+"""More than there are threads, so that none waits for one between signing and sending."""
+
+
+class Clients:
+    """The client of one backend: made at first use, and anew where its credentials ran out. Blocking, thread-safe."""
+
+    def __init__(self, options: S3Options) -> None:
+        self._options = options
+        self._lock = threading.Lock()
+        self._current: Any = None
+        self._retired: list[Any] = []
+
+    def get(self) -> Any:
+        """The client to use now."""
+        with self._lock:
+            if self._current is None:
+                self._current = self._make()
+            return self._current
+
+    def renew(self, stale: Any) -> None:
+        """Have the credentials resolved again, unless that was done since ``stale`` was got."""
+        with self._lock:
+            if self._current is stale:
+                self._retired.append(stale)  # other threads may be in the middle of a request
+                self._current = None
+
+    def close(self) -> None:
+        """Close all connections. Idempotent."""
+        with self._lock:
+            for client in [*self._retired, *([self._current] if self._current is not None else [])]:
+                client.close()
+            self._retired, self._current = [], None
+
+    def _make(self) -> Any:
+        options = self._options
+        session = boto3.Session(
+            aws_access_key_id=options.access_key_id,
+            aws_secret_access_key=_revealed(options.secret_access_key),
+            aws_session_token=_revealed(options.session_token),
+            region_name=options.region,
+            profile_name=options.profile,
+        )
+        style = options.addressing_style
+        client = self._client(session, "path" if style == "auto" and options.endpoint_url else style)
+        if style == "auto" and not options.endpoint_url and not _is_aws(client.meta.endpoint_url):
+            client.close()  # the endpoint came from the environment or a file
+            client = self._client(session, "path")
+        return client
+
+    def _client(self, session: Any, addressing_style: Literal["auto", "path", "virtual"]) -> Any:
+        options = self._options
+        config = Config(
+            signature_version="s3v4",
+            connect_timeout=options.connect_seconds,
+            read_timeout=options.no_progress_seconds,
+            tcp_keepalive=True,
+            max_pool_connections=options.inflight_max + SPARE_CONNECTIONS,
+            retries={"mode": "standard", "total_max_attempts": 1},  # who retries must see lost answers: see Retrying
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+            s3={"addressing_style": addressing_style, "payload_signing_enabled": options.sign_payload},
+        )
+        return session.client(
+            "s3",
+            region_name=session.region_name or "us-east-1",
+            endpoint_url=options.endpoint_url,
+            verify=options.ca_bundle or (None if options.verify else False),
+            config=config,
+        )
+
+
+class Requests:
+    """Requests to one bucket, in threads, with the errors of ckptd."""
+
+    def __init__(self, place: Place, options: S3Options, pool: Pool) -> None:
+        self.place = place
+        self.options = options
+        self.pool = pool
+        self.part_policy = RetryPolicy(
+            attempts_max=options.part_attempts_max, deadline_seconds=options.part_deadline_seconds
+        )
+        self._clients = Clients(options)
+
+    async def send(self, operation: str, key: str, **parameters: Any) -> dict[str, Any]:
+        """One request of the client's method ``operation``; ``key`` only names it in errors."""
+        return await self.pool.run(self.send_here, operation, key, **parameters)
+
+    def send_here(self, operation: str, key: str, **parameters: Any) -> dict[str, Any]:
+        """The same in this thread."""
+        with mapped(key):
+            client = self._clients.get()
+        try:
+            with mapped(key):
+                answer: dict[str, Any] = getattr(client, operation)(Bucket=self.place.bucket, **parameters)
+                return answer
+        except CredentialsExpired:
+            self._clients.renew(client)
+            raise
+
+    async def create_bucket(self) -> None:
+        """Make the bucket, in the client's region."""
+        region = (await self.pool.run(self._clients.get)).meta.region_name
+        place = {} if region == "us-east-1" else {"CreateBucketConfiguration": {"LocationConstraint": region}}
+        await self.send("create_bucket", "", **place)
+
+    def endpoint(self) -> str:
+        """The URL that requests go to. Blocking."""
+        return str(self._clients.get().meta.endpoint_url)
+
+    def route(self) -> str:
+        """How requests get there, by the proxy variables of the environment; without the proxy's credentials."""
+        endpoint = self.endpoint()
+        proxies: dict[str, str] = get_environ_proxies(endpoint)
+        proxy = proxies.get(urlsplit(endpoint).scheme)
+        if not proxy:
+            return f"{endpoint}, directly"
+        parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+        return f"{endpoint}, through the proxy {parts.scheme}://{parts.hostname}:{parts.port}"
+
+    async def aclose(self) -> None:
+        await self.pool.aclose()
+        self._clients.close()
+
+
+def encryption(options: S3Options) -> dict[str, str]:
+    """The parameters of requests that create objects."""
+    found: dict[str, str] = {}
+    if options.server_side_encryption:
+        found["ServerSideEncryption"] = options.server_side_encryption
+    if options.sse_kms_key_id:
+        found["SSEKMSKeyId"] = options.sse_kms_key_id
+    return found
+
+
+def answer_seconds(answer: dict[str, Any]) -> float:
+    """When the store sent its answer, by its own clock; 0 where it does not say."""
+    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+    return parsedate_to_datetime(date).timestamp() if date else 0.0
+
+
+def _is_aws(endpoint: str) -> bool:
+    return (urlsplit(endpoint).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
+
+
+def _revealed(secret: Secret | None) -> str | None:
+    return secret.reveal() if secret else None

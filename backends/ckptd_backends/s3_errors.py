@@ -1,0 +1,145 @@
+"""The table from what S3 and its client say to the errors of ckptd."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import time
+from collections.abc import Generator
+from email.utils import formatdate
+from typing import Any
+
+import urllib3.exceptions
+from botocore import exceptions as boto
+
+from ckptd.errors import (
+    AccessDenied,
+    AlreadyExists,
+    CkptdError,
+    ClockSkewed,
+    ConfigError,
+    CredentialsExpired,
+    NotFound,
+    ShortRead,
+    StorageError,
+    StorageFull,
+    TooLarge,
+    Unavailable,
+    UsageError,
+)
+
+
+class UploadGone(Unavailable):
+    """The store no longer knows the upload: it was completed or aborted. Only a new upload can help."""
+
+
+_BY_CODE: dict[str, type[StorageError]] = {
+    **dict.fromkeys(("NoSuchKey", "NotFound", "404"), NotFound),
+    "NoSuchUpload": UploadGone,
+    "PreconditionFailed": AlreadyExists,
+    **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"), CredentialsExpired),
+    **dict.fromkeys(("RequestTimeTooSkewed", "RequestExpired"), ClockSkewed),
+    **dict.fromkeys(("EntityTooLarge", "MaxMessageLengthExceeded"), TooLarge),
+    **dict.fromkeys(("InsufficientStorage", "QuotaExceeded", "XMinioStorageFull"), StorageFull),
+    "InvalidRange": ShortRead,
+    **dict.fromkeys(("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AllAccessDisabled"), AccessDenied),
+    **dict.fromkeys(("BadDigest", "XAmzContentChecksumMismatch", "IncompleteBody"), Unavailable),
+    **dict.fromkeys(("ConditionalRequestConflict", "OperationAborted", "RequestTimeout"), Unavailable),
+    **dict.fromkeys(("SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling", "ThrottlingException"), Unavailable),
+    **dict.fromkeys(("RequestLimitExceeded", "TooManyRequests", "ServiceUnavailable", "InternalError"), Unavailable),
+}
+_BY_STATUS: dict[int, type[StorageError]] = {
+    403: AccessDenied,
+    404: NotFound,
+    408: Unavailable,
+    409: Unavailable,
+    412: AlreadyExists,
+    413: TooLarge,
+    416: ShortRead,
+    429: Unavailable,
+    507: StorageFull,
+}
+_WRONG_REGION = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301"}
+_REFUSES_CHECKSUMS = {"MissingContentLength", "InvalidArgument", "NotImplemented", "411", "400", "501"}
+
+_TRANSIENT = (
+    boto.HTTPClientError,  # connections that break or time out
+    boto.ConnectionError,  # connections that cannot be made
+    boto.ResponseStreamingError,
+    boto.IncompleteReadError,
+    urllib3.exceptions.HTTPError,
+    http.client.HTTPException,
+    OSError,
+)
+_NO_CREDENTIALS = (
+    boto.NoCredentialsError,
+    boto.PartialCredentialsError,
+    boto.CredentialRetrievalError,
+    boto.ProfileNotFound,
+)
+_TLS = (boto.SSLError, urllib3.exceptions.SSLError)
+
+
+@contextlib.contextmanager
+def mapped(key: str) -> Generator[None]:
+    """Turn what boto3 raises about ``key`` into an error of ckptd; secrets and request bodies stay behind."""
+    try:
+        yield
+    except CkptdError:
+        raise
+    except boto.ClientError as error:
+        raise client_error(error, key) from error
+    except _NO_CREDENTIALS as error:
+        hint = "set access_key_id and secret_access_key, AWS_ACCESS_KEY_ID …, or a profile"
+        raise AccessDenied(f"no usable credentials: {error}", key=key, hint=hint) from error
+    except _TLS as error:
+        raise AccessDenied(f"TLS: {error}", key=key, hint="a private authority is named by ca_bundle") from error
+    except boto.ParamValidationError as error:
+        raise UsageError(f"{key}: the S3 client refuses the request: {error}") from error
+    except _TRANSIENT as error:
+        raise Unavailable(f"{type(error).__name__}: {error}", key=key) from error
+    except boto.BotoCoreError as error:
+        raise StorageError(f"{type(error).__name__}: {error}", key=key) from error
+
+
+def error_code(error: BaseException | None) -> str:
+    """S3's code for a mapped error, such as ``NoSuchKey``; a bare status such as ``403`` for a HEAD; else empty."""
+    cause = error.__cause__ if error is not None else None
+    return str(cause.response.get("Error", {}).get("Code", "")) if isinstance(cause, boto.ClientError) else ""
+
+
+def client_error(error: boto.ClientError, key: str) -> CkptdError:
+    """The error of ckptd for an answer that is not a success."""
+    response: dict[str, Any] = dict(error.response)
+    details: dict[str, Any] = response.get("Error", {})
+    metadata: dict[str, Any] = response.get("ResponseMetadata", {})
+    code = str(details.get("Code", ""))
+    status = int(metadata.get("HTTPStatusCode", 0))
+    text = f"{error.operation_name}: {code} ({status}): {details.get('Message') or 'no message'}"
+    if code == "NoSuchBucket":
+        return ConfigError(
+            f"bucket {details.get('BucketName', '')!r} does not exist: {text}", hint="create_bucket=True"
+        )
+    if code in _WRONG_REGION or status in (301, 307):
+        return ConfigError(f"the bucket lies in another region: {text}", hint=f"set region{_region(details, metadata)}")
+    kind = _BY_CODE.get(code) or _BY_STATUS.get(status) or (Unavailable if status >= 500 else StorageError)
+    if status == 501:
+        kind = StorageError
+    if kind is ClockSkewed:
+        return ClockSkewed(f"{text}; {_both_times(details, metadata)}", key=key, hint="set the clock, by NTP")
+    if kind is StorageError and code in _REFUSES_CHECKSUMS:
+        return StorageError(text, key=key, hint="an old store may refuse checksums: try checksum='none'")
+    return kind(text, key=key)
+
+
+def _region(details: dict[str, Any], metadata: dict[str, Any]) -> str:
+    headers: dict[str, str] = metadata.get("HTTPHeaders", {})
+    region = headers.get("x-amz-bucket-region") or details.get("Region")
+    return f"={region!r}" if region else ""
+
+
+def _both_times(details: dict[str, Any], metadata: dict[str, Any]) -> str:
+    headers: dict[str, str] = metadata.get("HTTPHeaders", {})
+    here = details.get("RequestTime") or formatdate(time.time(), usegmt=True)
+    there = details.get("ServerTime") or headers.get("date", "unknown")
+    return f"this machine's clock says {here}, the store's says {there}"

@@ -1,0 +1,81 @@
+"""Downloads: ranges in parallel, straight into memory, each under watch while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Generator
+
+from ckptd.errors import ShortRead, StorageError, TooLarge
+from ckptd_backends.retry import retried
+from ckptd_backends.s3_body import Download
+from ckptd_backends.s3_client import Requests
+from ckptd_backends.s3_errors import mapped
+from ckptd_backends.sources import Part, each_part, parts_of
+
+
+async def read_ranges(requests: Requests, key: str, out: memoryview, offset: int) -> None:
+    """Fill ``out`` with the object's bytes from ``offset`` on; each range is tried again by itself."""
+
+    async def read(_: int, part: Part) -> None:
+        what = f"bytes {offset + part.start} to {offset + part.stop} of {key}"
+        await retried(requests.part_policy, what, lambda _: read_one(part))
+
+    async def read_one(part: Part) -> None:
+        download = Download(out[part.start : part.stop])
+        with _watched(download, requests.options.no_progress_seconds):
+            await requests.pool.run_stoppable(
+                download.stop, _read_range, requests, key, offset + part.start, offset + part.stop, download
+            )
+
+    await each_part(parts_of(len(out), requests.options.part_bytes), requests.pool.threads, read)
+
+
+async def read_whole(requests: Requests, key: str, limit_bytes: int) -> bytes:
+    """A small object. Raises :class:`TooLarge` before any of its bytes are read."""
+    download = Download()
+    with _watched(download, requests.options.no_progress_seconds):
+        return await requests.pool.run_stoppable(download.stop, _read_whole, requests, key, limit_bytes, download)
+
+
+@contextlib.contextmanager
+def _watched(download: Download, no_progress_seconds: float) -> Generator[None]:
+    """Stop the download when nothing arrives for so long. A socket's own time limit starts anew with every byte."""
+    loop = asyncio.get_running_loop()
+    timers: list[asyncio.TimerHandle] = []
+
+    def look(before: int) -> None:
+        if download.moves == before > 0:
+            download.stop()
+        timers[:] = [loop.call_later(no_progress_seconds, look, download.moves)]
+
+    look(0)
+    try:
+        yield
+    finally:
+        timers[0].cancel()
+
+
+def _read_range(requests: Requests, key: str, start: int, stop: int, download: Download) -> None:
+    download.begin()
+    answer = requests.send_here("get_object", key, Key=requests.place.name(key), Range=f"bytes={start}-{stop - 1}")
+    with mapped(key), contextlib.closing(answer["Body"]):
+        size, wanted = answer["ContentLength"], stop - start
+        if not answer.get("ContentRange") and not (start == 0 and size == wanted):
+            raise StorageError("the store ignores byte ranges", key=key)
+        if size < wanted:
+            raise ShortRead(f"ends at byte {start + size}, wanted up to {stop}", key=key)
+        download.fill(answer["Body"])
+
+
+def _read_whole(requests: Requests, key: str, limit_bytes: int, download: Download) -> bytes:
+    download.begin()
+    answer = requests.send_here("get_object", key, Key=requests.place.name(key))
+    with mapped(key), contextlib.closing(answer["Body"]):
+        size = answer["ContentLength"]
+        if size > limit_bytes:
+            raise TooLarge(f"has {size} bytes, expected at most {limit_bytes}", key=key)
+        data = bytearray(size)
+        download.out = memoryview(data)
+        download.fill(answer["Body"])
+        return bytes(data)

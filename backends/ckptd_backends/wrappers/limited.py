@@ -1,0 +1,108 @@
+"""A limit on operations at once and on bytes per second, so that checkpoints leave training its network and disk."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterable
+
+from ckptd.errors import ConfigError
+from ckptd.limits import KIB, MIB
+from ckptd.storage import Backend, ObjectInfo, Source
+from ckptd_backends.sources import byte_view, parts_of, source_of
+from ckptd_backends.wrappers.base import Wrapper
+
+GRANULE_SECONDS = 0.25
+"""How much of the rate goes out, or comes in, in one go."""
+GRANULE_BYTES_MIN = 64 * KIB
+GRANULE_BYTES_MAX = 16 * MIB
+
+
+class Pace:
+    """A token bucket without a bucket: bytes are paid for in time before they go, and idle time earns nothing."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        if bytes_per_second <= 0:
+            raise ConfigError("a bandwidth limit must be above zero", hint="leave it out for no limit")
+        self.bytes_per_second = bytes_per_second
+        self._free_at = 0.0
+
+    async def pay(self, size: int) -> None:
+        """Wait until ``size`` bytes are paid for; callers are served in the order in which they come."""
+        self._free_at = max(self._free_at, time.monotonic()) + size / self.bytes_per_second
+        await asyncio.sleep(self._free_at - time.monotonic())
+
+
+class _Paced:
+    """A source whose parts are ready only when they are paid for too."""
+
+    def __init__(self, inner: Source, pace: Pace) -> None:
+        self._inner = inner
+        self._pace = pace
+
+    @property
+    def view(self) -> memoryview:
+        return self._inner.view
+
+    async def ready(self, start: int, stop: int) -> None:
+        await self._pace.pay(stop - start)
+        await self._inner.ready(start, stop)
+
+    async def complete(self) -> None:
+        await self._inner.complete()
+
+
+class Limited(Wrapper):
+    """At most ``operations_max`` operations at once, ``up_bytes_per_second`` written, ``down_bytes_per_second`` read.
+
+    ``None`` is no limit. Uploads are paced part by part, so one part is the largest burst: choose the backend's
+    ``part_bytes`` accordingly. Downloads are cut into granules of a quarter of a second.
+    """
+
+    def __init__(
+        self,
+        inner: Backend,
+        *,
+        operations_max: int | None = None,
+        up_bytes_per_second: float | None = None,
+        down_bytes_per_second: float | None = None,
+    ) -> None:
+        super().__init__(inner)
+        self._gate = asyncio.Semaphore(operations_max) if operations_max else contextlib.nullcontext()
+        self._up = Pace(up_bytes_per_second) if up_bytes_per_second else None
+        self._down = Pace(down_bytes_per_second) if down_bytes_per_second else None
+
+    async def put(self, key: str, data: bytes | memoryview | Source, *, if_absent: bool = False) -> ObjectInfo:
+        paced = _Paced(source_of(data), self._up) if self._up else data
+        async with self._gate:
+            return await self.inner.put(key, paced, if_absent=if_absent)
+
+    async def get(self, key: str, *, limit_bytes: int) -> bytes:
+        async with self._gate:
+            data = await self.inner.get(key, limit_bytes=limit_bytes)
+            if self._down:
+                await self._down.pay(len(data))  # only now is it known how many they are
+            return data
+
+    async def read_into(self, key: str, out: memoryview, *, offset: int = 0) -> None:
+        async with self._gate:
+            if not self._down or not out.nbytes:
+                await self.inner.read_into(key, out, offset=offset)
+                return
+            target = byte_view(out)
+            granule = int(self._down.bytes_per_second * GRANULE_SECONDS)
+            for start, stop in parts_of(len(target), min(max(granule, GRANULE_BYTES_MIN), GRANULE_BYTES_MAX)):
+                await self._down.pay(stop - start)
+                await self.inner.read_into(key, target[start:stop], offset=offset + start)
+
+    async def head(self, key: str) -> ObjectInfo:
+        async with self._gate:
+            return await self.inner.head(key)
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        async with self._gate:
+            await self.inner.delete(keys)
+
+
+_: type[Backend] = Limited
