@@ -1,0 +1,42 @@
+"""Who a process is, so that others on the same machine see at once that it has died."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_START_FIELD = 19
+"""Of ``/proc/PID/stat``, counted behind the command's closing parenthesis: the start time in ticks since boot."""
+
+
+def own_identity() -> str:
+    """This process, in words that no other process of any machine has; empty where the kernel does not say."""
+    try:
+        return f"{_here()}:{os.getpid()}:{started(os.getpid())}"
+    except OSError:
+        return ""
+
+
+def is_gone(identity: str) -> bool:
+    """Whether the process is known to have ended. ``False`` where it cannot be seen from here."""
+    here, _, process = identity.partition(":")
+    pid, _, began = process.partition(":")
+    try:
+        if here != _here() or not pid.isdecimal():
+            return False
+        return started(int(pid)) != began
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+
+
+def _here() -> str:
+    """This boot of this machine, and the namespace in which process ids mean something."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def started(pid: int) -> str:
+    """When the process started, in ticks since boot. Raises :class:`OSError` where there is none."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_START_FIELD]

@@ -1,0 +1,102 @@
+"""A receipt as a map of its shard: where the digest blocks lie, and what they must be. Pure."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckptd.checkpoint.objects import DAMAGED, damaged, decode_at
+from ckptd.errors import CoverageError, FormatError
+from ckptd.format.cover import check_layout
+from ckptd.format.digests import DIGEST_BYTES, digest, hex_digest
+from ckptd.format.keys import receipt_key, shard_key
+from ckptd.format.records import Layout, Manifest, Receipt, Snapshot, TensorEntry, decode_layout
+from ckptd.format.shard import block_bounds
+from ckptd.limits import BLOCK_BYTES
+
+WINDOW_BYTES = 8 * BLOCK_BYTES
+"""Read and verified at once."""
+
+
+class RankRecords(NamedTuple):
+    """What a checkpoint says of one rank, verified against the manifest."""
+
+    receipt: Receipt
+    snapshot: Snapshot
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMap:
+    """One rank's shard, and where its digest blocks start; the last number is its size."""
+
+    records: RankRecords
+    starts: array[int]
+    by_name: dict[str, TensorEntry]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.records.receipt.shard.bytes
+
+    def entry(self, name: str) -> TensorEntry | None:
+        """What the layout says of a tensor."""
+        return self.by_name.get(name)
+
+    def windows(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The blocks that ``[start, stop)`` touches, as half-open ranges of block numbers. Those that reach beyond it
+        come alone, so that only they need memory of their own."""
+        first, last = bisect_right(self.starts, start) - 1, bisect_left(self.starts, stop)
+        while first < last:
+            end = first + 1
+            if self.starts[first] >= start:
+                while end < last and self.starts[end + 1] <= min(stop, self.starts[first] + WINDOW_BYTES):
+                    end += 1
+            yield first, end
+            first = end
+
+    def first_bad_block(self, window: tuple[int, int], data: memoryview) -> int | None:
+        """The first block of the window that differs from its digest. ``data``: the window's bytes."""
+        blocks, begin = self.records.receipt.shard.blocks, self.starts[window[0]]
+        for number in range(*window):
+            promised = blocks[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+            if digest(data[self.starts[number] - begin : self.starts[number + 1] - begin]) != promised:
+                return number
+        return None
+
+    def what_lies_at(self, start: int, stop: int) -> str:
+        """A block in words. A block lies in the header or in one piece."""
+        for entry in self.records.layout.tensors:
+            if any(piece.bytes and piece.at < stop and start < piece.at + piece.bytes for piece in entry.pieces):
+                return f"of tensor {entry.name!r}"
+        return "the shard's header"
+
+
+def map_shard(url: str, manifest: Manifest, rank: int, data: bytes) -> ShardMap:
+    """The map that a rank's receipt makes. Raises :class:`IntegrityError` where it is not what the manifest's
+    checkpoint must have there, :class:`FormatError` where it is no receipt."""
+    where = f"{url}/{receipt_key(manifest.version, rank, manifest.world)}"
+    receipt = decode_at(where, data, Receipt)
+    snapshot = decode_at(where, receipt.snapshot, Snapshot)
+    try:
+        layout = decode_layout(snapshot.layout)
+        pieces = check_layout(layout)
+    except FormatError as error:
+        raise FormatError(f"{where}: {error.message}", hint=DAMAGED) from None
+    except CoverageError as error:
+        raise damaged(where, f"has a layout that does not hold: {error.message}") from None
+    found = snapshot.run, snapshot.version, snapshot.world, snapshot.rank, snapshot.launch, snapshot.parent
+    if found != (manifest.run, manifest.version, manifest.world, rank, manifest.launch, manifest.parent):
+        raise damaged(where, "is the receipt of another rank, checkpoint, launch or run")
+    shard = receipt.shard
+    starts = array("Q", [begin for begin, _ in block_bounds(layout.header_bytes, [p.bytes for p in pieces])])
+    if (shard.bytes, len(shard.blocks)) != (layout.shard_bytes, DIGEST_BYTES * len(starts)):
+        raise damaged(where, "does not fit its own layout")
+    if hex_digest(shard.blocks) != shard.digest:
+        raise damaged(where, "has block digests that do not add up")
+    if shard.key != shard_key(manifest.version, rank, manifest.world, shard.attempt):
+        raise damaged(where, f"names a foreign shard, {shard.key[:200]}")
+    starts.append(shard.bytes)
+    return ShardMap(RankRecords(receipt, snapshot, layout), starts, {entry.name: entry for entry in layout.tensors})

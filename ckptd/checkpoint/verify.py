@@ -1,0 +1,165 @@
+"""Verifying: read a checkpoint again, all of it, and prove it anew."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from ckptd.checkpoint.objects import damaged, place
+from ckptd.checkpoint.reader import CheckpointReader
+from ckptd.checkpoint.run import Run
+from ckptd.checkpoint.selectors import spoken
+from ckptd.errors import CoverageError, FormatError, IntegrityError, NoCheckpoint, NotFound
+from ckptd.format.cover import pieces_in_file_order
+from ckptd.format.digests import hex_digest
+from ckptd.format.dtypes import stored_as
+from ckptd.format.keys import Version, generation_key
+from ckptd.format.names import piece_name
+from ckptd.format.proof import prove
+from ckptd.format.records import Layout, Manifest, encode
+from ckptd.format.shard import read_header
+from ckptd.storage import Finding
+
+OnProgress = Callable[[int, int], None]
+"""Called with the bytes verified so far, and the bytes of the whole checkpoint."""
+
+_BAD = (IntegrityError, FormatError, CoverageError)
+"""What makes a checkpoint bad. A store that cannot tell does not: its error is raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What a full verification found."""
+
+    version: Version
+    findings: tuple[Finding, ...]
+    """One for each rank, and for each thing that is wrong beside."""
+    bytes_verified: int
+
+    @property
+    def good(self) -> bool:
+        return all(finding.level != "error" for finding in self.findings)
+
+    @property
+    def reason(self) -> str:
+        """Why it is bad, in one line; empty where it is good."""
+        return "; ".join(finding.message for finding in self.findings if finding.level == "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The newest good checkpoint on the line, and what was passed over for it."""
+
+    version: Version | None
+    """``None``: none of them is good."""
+    tried: tuple[Verification, ...]
+    """Newest first; the last one is the good one where there is one."""
+
+
+@dataclass(slots=True)
+class _Findings:
+    """Collects what is wrong, and goes on."""
+
+    found: list[Finding] = field(default_factory=list[Finding])
+
+    async def collect(self, subject: str, work: Awaitable[str]) -> None:
+        """Await ``work``, whose result says what is well."""
+        try:
+            self.found.append(Finding("ok", subject, await work))
+        except _BAD as error:
+            self.found.append(Finding("error", subject, error.message, error.hint))
+
+
+async def verify(run: Run, version: Version, *, on_progress: OnProgress | None = None) -> Verification:
+    """Read everything of a checkpoint again: manifest, generation, receipts, index, and every byte of every shard
+    against its digest; compare each shard's header with its layout; prove the coverage anew and compare the manifest
+    with that proof byte for byte. Bounded memory: windows, and all receipts for the proof.
+
+    Raises :class:`NoCheckpoint` where it is not committed, and :class:`StorageError` where the store cannot tell.
+    """
+    findings = _Findings()
+    try:
+        reader = await CheckpointReader.open(run, version)
+    except _BAD as error:
+        return Verification(version, (Finding("error", "manifest", error.message, error.hint),), 0)
+    done = 0
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done += size
+        if on_progress is not None:
+            on_progress(done, reader.manifest.bytes)
+
+    await findings.collect("generation", _check_generation(run, reader.manifest))
+    await findings.collect("proof", check_proof(reader))
+    for rank in range(reader.manifest.world):
+        await findings.collect(f"rank {rank}", _check_rank(reader, rank, advance))
+    return Verification(version, tuple(findings.found), done)
+
+
+async def check_proof(reader: CheckpointReader) -> str:
+    """Raise :class:`IntegrityError` unless manifest and index are exactly what the receipts prove. Reads all receipts.
+
+    The manifest has no digest of its own: this is how a change in it is found. Returns what is well, in words.
+    """
+    receipts = [await reader.receipt_bytes(rank) for rank in range(reader.manifest.world)]
+    proved = prove(receipts)
+    if encode(proved.manifest) != encode(reader.manifest):
+        raise damaged(reader.manifest_place, "differs from what its receipts prove")
+    for number, (key, data) in enumerate(proved.index_parts.items()):
+        if hex_digest(await reader.index_part_bytes(number)) != hex_digest(data):
+            raise damaged(place(reader.run.backend, key), "differs from what the receipts prove")
+    return f"{len(receipts)} receipts cover every tensor exactly once"
+
+
+async def newest_good(run: Run, *, on_progress: OnProgress | None = None) -> Choice:
+    """The newest checkpoint on the line that verifies. One that is deleted meanwhile is passed over."""
+    tried: list[Verification] = []
+    for version in await run.line():
+        try:
+            tried.append(await verify(run, version, on_progress=on_progress))
+        except NoCheckpoint as error:
+            tried.append(Verification(version, (Finding("error", "manifest", error.message),), 0))
+        if tried[-1].good:
+            return Choice(version, tuple(tried))
+    return Choice(None, tuple(tried))
+
+
+async def _check_generation(run: Run, manifest: Manifest) -> str:
+    where = place(run.backend, generation_key(manifest.generation))
+    try:
+        record = await run.generation(manifest.generation)
+    except NotFound:
+        raise damaged(where, "is missing") from None
+    if (record.launch, record.world, record.opened_from) != (manifest.launch, manifest.world, manifest.parent):
+        raise damaged(where, f"and the manifest of {spoken(manifest.version)} disagree on launch, world or parent")
+    return f"opened by {record.launch} on {record.host}"
+
+
+async def _check_rank(reader: CheckpointReader, rank: int, on_bytes: Callable[[int], None]) -> str:
+    receipt, _, layout = await reader.receipt(rank)
+    where = place(reader.run.backend, receipt.shard.key)
+    await reader.check_shard(rank, on_bytes=on_bytes)
+    found = await reader.run.backend.head(receipt.shard.key)
+    if found.size_bytes != receipt.shard.bytes:
+        raise damaged(where, f"has {found.size_bytes} bytes, and its receipt promises {receipt.shard.bytes}")
+    header = memoryview(bytearray(layout.header_bytes))
+    await reader.read(rank, 0, layout.header_bytes, header)
+    if read_header(header) != _header_of(layout):
+        raise damaged(where, "has a safetensors header that is not what its receipt says")
+    return f"{receipt.shard.bytes} bytes, {len(pieces_in_file_order(layout))} pieces"
+
+
+def _header_of(layout: Layout) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    """What the header of a shard with this layout says; see :func:`ckptd.format.shard.read_header`."""
+    header: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+    for entry in layout.tensors:
+        for number, piece in enumerate(entry.pieces):
+            shape = entry.shape
+            if piece.box is not None:
+                shape = piece.box.lengths
+            elif piece.span is not None:
+                shape = (piece.span.stop - piece.span.start,)
+            name = piece_name(entry.name, number, len(entry.pieces))
+            header[name] = (*stored_as(entry.dtype, shape), piece.at, piece.at + piece.bytes)
+    return header

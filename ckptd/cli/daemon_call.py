@@ -1,0 +1,49 @@
+"""One question to the daemon, and its answer."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import TypeVar
+
+from ckptd.errors import AccessDenied, DaemonError, DeadlineExceeded
+from ckptd.wire import channel, messages
+from ckptd.wire.messages import Refused, Request
+
+Reply = TypeVar("Reply", bound=Request)
+
+
+def call(path: Path, request: Request, kind: type[Reply], *, seconds: float) -> Reply:
+    """Ask the daemon at ``path``.
+
+    Raises what it refuses with, :class:`DaemonError` where none is there or it goes away, :class:`DeadlineExceeded`
+    where it does not answer in time.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(seconds)
+        try:
+            # Through 0711 others can pass but not look; whose folder and daemon it is decides.
+            channel.check_folder(path, mode=0o711)
+            connection.connect(str(path))
+            peer = channel.peer_of(connection)
+            if peer.uid not in (os.geteuid(), 0):
+                raise AccessDenied(f"the daemon at {path} runs as uid {peer.uid}, not as you")
+            channel.send(connection, messages.encode(request))
+            data, fd = channel.receive(connection)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the daemon at {path} did not answer within {seconds:g} s") from None
+        except OSError as error:
+            raise DaemonError(
+                f"no daemon at {path}: {error.strerror or error}", hint="start one with: ckptd serve"
+            ) from None
+    if fd is not None:
+        os.close(fd)
+    if not data:
+        raise DaemonError(f"the daemon at {path} went away before it answered")
+    reply = messages.decode_outgoing(data)
+    if isinstance(reply, Refused):
+        raise messages.as_error(reply)
+    if not isinstance(reply, kind):
+        raise DaemonError(f"the daemon answered a {type(request).__name__} with a {type(reply).__name__}")
+    return reply

@@ -1,0 +1,96 @@
+"""Commands that talk to the daemon."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.progress_bar import ProgressBar
+
+from ckptd.cli.daemon_call import call
+from ckptd.cli.options import Json, Socket
+from ckptd.cli.output import console, emit, guarded, size, table
+from ckptd.wire.channel import default_socket
+from ckptd.wire.messages import Done, Drain, GetStatus, Status
+
+STATUS_SECONDS = 10.0
+GRACE_SECONDS = 10.0
+"""Beyond its own deadline, for the daemon to say that it passed."""
+
+
+def status(socket: Socket = None, json: Json = False) -> None:
+    """Show what the daemon is doing: sessions, saves under way with rate and last progress, failures, memory."""
+    reply = guarded(lambda: call(socket or default_socket(), GetStatus(), Status, seconds=STATUS_SECONDS), as_json=json)
+    if json:
+        emit(reply.status)
+    else:
+        print_status(reply.status)
+
+
+def drain(
+    deadline: Annotated[float, typer.Option(help="Seconds to wait for what is under way.", min=0.0)] = 300.0,
+    socket: Socket = None,
+    json: Json = False,
+) -> None:
+    """Let the daemon finish what is sealed, and end. Fails, naming it, if something is not finished in time."""
+    path = socket or default_socket()
+    request = Drain(deadline_seconds=deadline)
+    guarded(lambda: call(path, request, Done, seconds=deadline + GRACE_SECONDS), as_json=json)
+    if json:
+        emit({"drained": True})
+    else:
+        print("drained: everything is committed, and the daemon has ended")
+
+
+def print_status(status: dict[str, Any]) -> None:
+    """The daemon's status for people."""
+    out = console()
+    draining = ", draining" if status["draining"] else ""
+    out.print(
+        f"ckptd {status['version']}, process {status['pid']} at {status['socket']}, up "
+        f"{status['uptime_seconds']:.0f} s{draining}; arenas hold {size(status['arena_bytes'])}",
+    )
+    _print_saves(status["saves"]["listed"])
+    _print_sessions(status["sessions"]["listed"])
+    for url, version in status["committed"].items():
+        out.print(f"newest commit: {version} of {url}")
+    for failure in status["failures"]:
+        out.print(
+            f"failed: {failure['version']} rank {failure['rank']} while {failure['stage']}: {failure['error']}",
+            style="red",
+        )
+
+
+def _print_saves(saves: list[dict[str, Any]]) -> None:
+    if not saves:
+        return
+    made = table("save", "rank", "stage", "", "done", "rate", "last progress", right=("done", "rate", "last progress"))
+    for save in saves:
+        made.add_row(
+            save["version"],
+            str(save["rank"]),
+            save["stage"],
+            ProgressBar(total=max(save["bytes"], 1), completed=save["bytes_done"], width=20),
+            f"{size(save['bytes_done'])} of {size(save['bytes'])}",
+            f"{size(save['bytes_per_second'])}/s",
+            f"{save['progress_age_seconds']:.1f} s ago",
+        )
+    console().print(made)
+
+
+def _print_sessions(sessions: list[dict[str, Any]]) -> None:
+    if not sessions:
+        return
+    made = table("run", "rank", "process", "step", "phase", "last beat", right=("rank", "process", "step", "last beat"))
+    for session in sessions:
+        beat = session["beat"] or {"step": "-", "phase": "-", "age_seconds": None}
+        age = "-" if beat["age_seconds"] is None else f"{beat['age_seconds']:.1f} s ago"
+        made.add_row(
+            session["run"],
+            f"{session['rank']} of {session['world']}",
+            str(session["pid"]),
+            str(beat["step"]),
+            beat["phase"],
+            age,
+        )
+    console().print(made)

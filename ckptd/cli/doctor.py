@@ -1,0 +1,193 @@
+"""What would go wrong here: this machine's limits, the daemon, and the store of a run. Each check is one finding."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptd.checkpoint.objects import store_clock, token
+from ckptd.checkpoint.run import Run
+from ckptd.cli.daemon_call import call
+from ckptd.cli.output import counted, size
+from ckptd.daemon.memory import headroom_bytes
+from ckptd.errors import AlreadyExists, CkptdError, NoCheckpoint
+from ckptd.format.keys import LEASES
+from ckptd.limits import LEASE_SECONDS, SLOT_SLACK_FRACTION
+from ckptd.storage import Backend, Finding, SelfTesting
+from ckptd.wire.messages import GetStatus, Status
+
+FILES_WANTED = 1024
+SKEW_WARNING_SECONDS = 5.0
+PROBE = b"ckptd doctor probe\n" * 64
+DAEMON_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What is going to be run here."""
+
+    state_bytes: int | None
+    """One rank's state; ``None``: not known."""
+    ranks: int
+    slots: int
+    keep: int
+
+    @property
+    def arena_bytes(self) -> int | None:
+        """All arenas of this machine."""
+        if self.state_bytes is None:
+            return None
+        return int(self.state_bytes * (1 + SLOT_SLACK_FRACTION)) * self.slots * self.ranks
+
+
+def check_machine(wishes: Wishes, socket: Path) -> list[Finding]:
+    """Memory, limits of processes, the daemon. Changes nothing."""
+    return [_memory(wishes), _locked_memory(wishes), _open_files(), _memfd(), _daemon(socket)]
+
+
+async def check_store(backend: Backend, wishes: Wishes) -> list[Finding]:
+    """The store: its own self-test, else a probe of ours; then clocks and room. Leaves nothing behind."""
+    if isinstance(backend, SelfTesting) and (tested := await backend.self_test()):
+        findings = tested
+    else:
+        findings = [
+            await _tried("put and get", backend, _round_trip),
+            await _tried("conditional put", backend, _conditional_put),
+        ]
+    if not any(finding.subject == "clock" for finding in findings):
+        findings.append(await _tried("clock", backend, _clock))
+    findings.append(await _tried("run", backend, _run))
+    room = _room(backend, wishes)
+    return [*findings, room] if room is not None else findings
+
+
+def _memory(wishes: Wishes) -> Finding:
+    room, needed = headroom_bytes(), wishes.arena_bytes
+    figures = f"{size(room)} can still be taken, within the machine's memory and every cgroup's limit"
+    if needed is None:
+        return Finding("ok", "memory", figures, "give --state-bytes to have it compared")
+    wanted = (
+        f"{counted(wishes.ranks, 'rank')} with {counted(wishes.slots, 'slot')} need {size(needed)} of shared memory"
+    )
+    text = f"{wanted}; {figures}"
+    if needed <= room:
+        return Finding("ok", "memory", text)
+    return Finding("error", "memory", text, "use slots=1, raise the limit, or run the daemon in a cgroup of its own")
+
+
+def _locked_memory(wishes: Wishes) -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY or (wishes.arena_bytes is not None and soft >= wishes.arena_bytes):
+        return Finding("ok", "locked memory", "unlimited" if soft == resource.RLIM_INFINITY else size(soft))
+    return Finding(
+        "warning",
+        "locked memory",
+        f"at most {size(soft)} (ulimit -l): pinning the arena for a GPU may be refused, and copies are then slower",
+        "raise it: ulimit -l unlimited, or LimitMEMLOCK=infinity",
+    )
+
+
+def _open_files() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= FILES_WANTED:
+        return Finding("ok", "open files", f"up to {soft}" if soft != resource.RLIM_INFINITY else "unlimited")
+    return Finding("warning", "open files", f"at most {soft} (ulimit -n), and {FILES_WANTED} are wanted", "raise it")
+
+
+def _memfd() -> Finding:
+    try:
+        os.close(os.memfd_create("ckptd-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    except (OSError, AttributeError) as error:
+        return Finding("error", "shared memory", f"memfd_create does not work here: {error}", "Linux 3.17 or newer")
+    return Finding("ok", "shared memory", "memfd, with seals; no mount such as /dev/shm is needed")
+
+
+def _daemon(socket: Path) -> Finding:
+    try:
+        status = call(socket, GetStatus(), Status, seconds=DAEMON_SECONDS).status
+    except CkptdError as error:
+        return Finding("ok", "daemon", f"{error.message}; a client starts one")
+    return Finding("ok", "daemon", f"ckptd {status.get('version')} serves {socket}, process {status.get('pid')}")
+
+
+async def _tried(subject: str, backend: Backend, check: Callable[[Backend], Awaitable[Finding]]) -> Finding:
+    """A check whose failure is a finding too."""
+    try:
+        return await check(backend)
+    except CkptdError as error:
+        return Finding("error", subject, error.message, error.hint)
+
+
+async def _round_trip(backend: Backend) -> Finding:
+    key = f"{LEASES}doctor-{token()}.json"
+    await backend.put(key, PROBE)
+    try:
+        same = await backend.get(key, limit_bytes=2 * len(PROBE)) == PROBE
+    finally:
+        await backend.delete([key])
+    if same:
+        return Finding("ok", "put and get", f"{backend.url} gives back what was put")
+    return Finding(
+        "error", "put and get", f"{backend.url} gives back other bytes than were put", "do not use this store"
+    )
+
+
+async def _conditional_put(backend: Backend) -> Finding:
+    if not backend.capabilities.put_if_absent:
+        return Finding(
+            "warning", "conditional put", f"{backend.url} cannot put if absent", "only one writer at a time is safe"
+        )
+    key = f"{LEASES}doctor-{token()}.json"
+    await backend.put(key, PROBE, if_absent=True)
+    try:
+        await backend.put(key, PROBE[::-1], if_absent=True)
+    except AlreadyExists:
+        return Finding("ok", "conditional put", "the second of two puts was refused")
+    finally:
+        await backend.delete([key])
+    return Finding(
+        "error", "conditional put", f"{backend.url} let two puts of one name win", "only one writer at a time is safe"
+    )
+
+
+async def _clock(backend: Backend) -> Finding:
+    before = time.time()
+    store = await store_clock(backend)
+    skew = max(before - store, store - time.time(), 0.0)
+    text = f"this machine and the store differ by {skew:.1f} s"
+    # File systems keep coarse times, and some stores whole seconds.
+    if skew < SKEW_WARNING_SECONDS:
+        return Finding("ok", "clock", text)
+    return Finding("error" if skew > LEASE_SECONDS else "warning", "clock", text, "synchronize this machine's clock")
+
+
+async def _run(backend: Backend) -> Finding:
+    try:
+        run = await Run.open(backend)
+    except NoCheckpoint:
+        return Finding("ok", "run", f"{backend.url} holds no run yet")
+    line = await run.line()
+    newest = f"newest checkpoint {line[0].step}-g{line[0].generation}" if line else "no checkpoint yet"
+    return Finding("ok", "run", f"{len(line)} checkpoints on its line, {newest}")
+
+
+def _room(backend: Backend, wishes: Wishes) -> Finding | None:
+    """Room on a local disk for what is kept, and the one being written."""
+    if not backend.url.startswith("file://"):
+        return None
+    folder = Path(backend.url.removeprefix("file://"))
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if wishes.state_bytes is None:
+        return Finding("ok", "room", f"{size(free)} free at {folder}", "give --state-bytes to have it compared")
+    needed = wishes.state_bytes * wishes.ranks * (wishes.keep + 1)
+    text = f"{wishes.keep} checkpoints and the one being written need {size(needed)}; {size(free)} free at {folder}"
+    if needed <= free:
+        return Finding("ok", "room", text)
+    return Finding("error", "room", text, "keep fewer, or use another disk")
