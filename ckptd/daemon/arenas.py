@@ -1,0 +1,243 @@
+"""The arenas that a daemon owns: who may write into which, what can be restored from them, when they go."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from dataclasses import dataclass, field
+
+import humanize
+
+from ckptd.arena import Arena, ArenaShape, SlotRecord, SlotState
+from ckptd.arena.memory import pages
+from ckptd.checkpoint.concurrency import in_thread
+from ckptd.daemon.fill import Fill
+from ckptd.daemon.memory import headroom_bytes
+from ckptd.daemon.owner import Owner, Seat
+from ckptd.errors import CkptdError, FormatError, ResourceError, RunInUse, UsageError
+from ckptd.format.records import Snapshot, decode
+from ckptd.limits import SLOTS_MAX
+from ckptd.wire.messages import SnapshotOffer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class HeldArena:
+    """An arena and the trainer that may write into it, dead or alive."""
+
+    arena: Arena
+    owner: Owner
+    fills: dict[int, Fill] = field(default_factory=dict[int, Fill])
+    """Slot → the newest fill of it that the daemon knows."""
+    lane: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Snapshots are written in the order in which they were filled."""
+    saves: int = 0
+    """Of its slots, in flight: the mapping has to stay."""
+    dropped: bool = False
+    """Its owner needs it no longer."""
+
+    def may_go_to(self, owner: Owner) -> bool:
+        """Whether ``owner`` may write into it: it does already, or whoever did is proven dead."""
+        return self.owner is owner or self.owner.dead or self.owner.same_process(owner)
+
+    @property
+    def empty(self) -> bool:
+        """Nothing in it can be restored from."""
+        return all(record.state in (SlotState.FREE, SlotState.FILLING) for _, record in self.records())
+
+    def fill(self, slot: int, ticket: int) -> Fill | None:
+        """The fill of a slot, if it is this one."""
+        found = self.fills.get(slot)
+        return found if found is not None and found.record.ticket == ticket else None
+
+    def record(self, slot: int) -> SlotRecord | None:
+        """``None`` for a slot that is not there, or whose record is damaged."""
+        try:
+            return self.arena.record(slot)
+        except (IndexError, FormatError) as error:
+            log.warning("arena %s: %s", self.arena.id[:8], error)
+            return None
+
+    def records(self) -> list[tuple[int, SlotRecord]]:
+        """Slot and record, of the slots whose records are sound."""
+        found = [(slot, self.record(slot)) for slot in range(self.arena.shape.slots)]
+        return [(slot, record) for slot, record in found if record is not None]
+
+
+class Arenas:
+    """All arenas of one daemon, within its memory budget."""
+
+    def __init__(self, budget_bytes: int | None) -> None:
+        self._budget_bytes = budget_bytes
+        self._held: dict[str, HeldArena] = {}
+        self._reserved_bytes = 0
+        """Of arenas that are being allocated."""
+
+    def all(self) -> list[HeldArena]:
+        """In the order in which they came."""
+        return list(self._held.values())
+
+    def find(self, arena_id: str) -> HeldArena | None:
+        """``None`` for one that is not here, or no longer."""
+        return self._held.get(arena_id)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all arenas together."""
+        return sum(held.arena.shape.size_bytes for held in self._held.values())
+
+    # Coming
+
+    async def make(self, owner: Owner, slots: int, slot_bytes: int) -> HeldArena:
+        """A new arena, all of its memory allocated. ``slot_bytes`` is rounded up to whole pages.
+
+        Raises :class:`ResourceError`, with figures, where there is not enough; arenas of dead trainers go first.
+        """
+        if not 1 <= slots <= SLOTS_MAX:
+            raise ResourceError(f"an arena has 1 to {SLOTS_MAX} slots, not {slots}")
+        shape = ArenaShape(slots, pages(max(slot_bytes, 1)))
+        self._make_room(shape.size_bytes)
+        self._reserved_bytes += shape.size_bytes
+        try:
+            arena = Arena.create(shape)
+            try:
+                await in_thread(arena.allocate)
+            except BaseException:
+                arena.close()
+                raise
+        finally:
+            self._reserved_bytes -= shape.size_bytes
+        return self._hold(arena, owner)
+
+    def adopt(self, owner: Owner, arena_id: str, fd: int) -> HeldArena:
+        """Take over the arena that a living trainer hands in; one that is here already changes its owner only.
+
+        Takes over ``fd``. Raises :class:`FormatError` where it is no arena, or one that could be truncated under us,
+        :class:`RunInUse` where a living process holds it.
+        """
+        known = self._held.get(arena_id)
+        if known is not None:
+            os.close(fd)
+            if known.owner.seat != owner.seat:
+                raise UsageError(f"arena {arena_id} belongs to {known.owner.seat}")
+            self._hand_over(known, owner)
+            return known
+        try:
+            arena = Arena(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        if arena.id != arena_id:
+            arena.close()
+            raise FormatError(f"the arena handed in is {arena.id}, not {arena_id}")
+        return self._hold(arena, owner)
+
+    def lend(self, owner: Owner, arena_id: str) -> HeldArena:
+        """The arena that a predecessor in this seat left, to read and write.
+
+        Raises :class:`RunInUse` unless the predecessor is proven dead, :class:`UsageError` where there is none.
+        """
+        held = self._held.get(arena_id)
+        if held is None or held.owner.seat != owner.seat or held.dropped:
+            raise UsageError(f"no arena {arena_id} of {owner.seat}", hint="make a new one")
+        self._hand_over(held, owner)
+        return held
+
+    def _hand_over(self, held: HeldArena, owner: Owner) -> None:
+        if not held.may_go_to(owner):
+            raise RunInUse(
+                f"arena {held.arena.id} is still mapped by {held.owner}",
+                hint="it may be written to again when that process has ended; make a new arena",
+            )
+        held.owner = owner
+
+    def _hold(self, arena: Arena, owner: Owner) -> HeldArena:
+        held = HeldArena(arena, owner)
+        self._held[arena.id] = held
+        log.info("arena %s of %s for %s", arena.id[:8], humanize.naturalsize(arena.shape.size_bytes), owner.seat)
+        return held
+
+    # What is in them
+
+    def offers(self, owner: Owner) -> list[SnapshotOffer]:
+        """Snapshots of its seat that this trainer can borrow to restore from, newest first. Blocking."""
+        offers: list[SnapshotOffer] = []
+        for held in self.all():
+            if held.owner.seat == owner.seat and not held.dropped and held.may_go_to(owner):
+                offers += _offers_of(held.arena)
+        return sorted(offers, key=lambda offer: (offer.generation, offer.step), reverse=True)
+
+    # Going
+
+    def drop(self, held: HeldArena) -> None:
+        """Let go of the arena as soon as none of its slots is being saved."""
+        held.dropped = True
+        self.sweep()
+
+    def drop_abandoned(self, seat: Seat) -> None:
+        """A newer checkpoint of this seat is committed: what its dead trainers left is of no more use."""
+        for held in self.all():
+            if held.owner.seat == seat and held.owner.dead:
+                held.dropped = True
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Give back the memory of arenas that were dropped, or left with nothing in them, and are drained."""
+        for held in self.all():
+            if not held.saves and (held.dropped or (held.owner.dead and held.empty)):
+                self._release(held)
+
+    def _make_room(self, wanted: int) -> None:
+        """Raise :class:`ResourceError` where ``wanted`` bytes are not to be had, not even for arenas of the dead."""
+        abandoned = [held for held in self.all() if held.owner.dead and not held.saves]
+        while (room := self._room_bytes()) < wanted:
+            if not abandoned:
+                raise ResourceError(
+                    f"an arena of {humanize.naturalsize(wanted)} does not fit: {humanize.naturalsize(room)} are left, "
+                    f"arenas hold {humanize.naturalsize(self.size_bytes)}",
+                    hint="fewer slots, or a higher memory limit (--memory-budget, the container's limit)",
+                )
+            self._release(abandoned.pop(0))
+
+    def _room_bytes(self) -> int:
+        room = headroom_bytes() - self._reserved_bytes
+        if self._budget_bytes is not None:
+            room = min(room, self._budget_bytes - self.size_bytes - self._reserved_bytes)
+        return room
+
+    def _release(self, held: HeldArena) -> None:
+        del self._held[held.arena.id]
+        log.info("arena %s of %s is given back", held.arena.id[:8], held.owner.seat)
+        held.arena.close()
+
+    def close(self) -> None:
+        """Give all of them back; living trainers keep their mappings."""
+        for held in self.all():
+            self._release(held)
+
+
+def _offers_of(arena: Arena) -> list[SnapshotOffer]:
+    offers: list[SnapshotOffer] = []
+    for slot in range(arena.shape.slots):
+        try:
+            record = arena.record(slot)
+            if record.state not in (SlotState.SEALED, SlotState.DURABLE):
+                continue
+            snapshot = decode(arena.doc(slot, record), Snapshot)
+        except CkptdError as error:
+            log.warning("slot %d of arena %s cannot be offered: %s", slot, arena.id[:8], error)
+            continue
+        offers.append(
+            SnapshotOffer(
+                arena=arena.id,
+                slot=slot,
+                ticket=record.ticket,
+                step=snapshot.step,
+                generation=snapshot.generation,
+                world=snapshot.world,
+                rank=snapshot.rank,
+            )
+        )
+    return offers

@@ -1,0 +1,281 @@
+"""From a durable receipt to the manifest: one commit for each checkpoint that this daemon has a part in.
+
+Rank 0's daemon collects the receipts, proves them and puts the manifest. The daemons of other ranks leave that to it
+for a while, and then do the same: equal receipts make equal bytes, so it does not matter who was first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Generator
+from dataclasses import dataclass
+from typing import Any
+
+from ckptd.checkpoint.concurrency import each
+from ckptd.daemon.receipts import put_first, put_skipped, skip_reason
+from ckptd.errors import DeadlineExceeded, IntegrityError, NotFound, SaveError, SaveSkipped, Unavailable, first_line
+from ckptd.format.keys import Version, manifest_key, receipt_key, tombstone_key
+from ckptd.format.proof import prove
+from ckptd.format.records import encode
+from ckptd.limits import RECEIPT_BYTES_MAX
+from ckptd.storage import Backend
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS_FIRST = 0.05
+POLL_SECONDS_MAX = 2.0
+POLL_SECONDS_MAX_OTHERS = 10.0
+"""For daemons that are not rank 0's: many of them may ask the same store."""
+RECEIPTS_IN_FLIGHT = 16
+SKIPS_KEPT = 1024
+"""Checkpoints for which skips of ranks here are remembered, for those who join later."""
+
+Lost = Callable[[int], str | None]
+"""Rank → why its receipt cannot come any more, where this daemon knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Which checkpoint of which run is to be committed."""
+
+    backend: Backend
+    version: Version
+    world: int
+    run: str
+    """Its id; empty where a snapshot was too broken to say."""
+
+    @property
+    def name(self) -> tuple[str, Version]:
+        return self.backend.url, self.version
+
+    def __str__(self) -> str:
+        return f"step {self.version.step} of generation {self.version.generation} at {self.backend.url}"
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a commit waits."""
+
+    commit_seconds: float
+    takeover_seconds: float
+
+
+class Commit:
+    """One checkpoint on its way to its manifest. The ranks of this daemon join it."""
+
+    def __init__(self, checkpoint: Checkpoint, patience: Patience, lost: Lost, *, resumed: bool) -> None:
+        self.checkpoint = checkpoint
+        self.receipts: dict[int, bytes] = {}
+        self.skipped: dict[int, str] = {}
+        self.leads = False
+        """Whether rank 0 is here, or nobody else is there to do it."""
+        self._patience = patience
+        self._lost = lost
+        self._resumed = resumed
+        self._news = asyncio.Event()
+
+    def join(self, rank: int, receipt: bytes) -> None:
+        """The receipt of a rank of this daemon is durable."""
+        self.receipts[rank] = receipt
+        self.skipped.pop(rank, None)
+        self.leads = self.leads or rank == 0
+        self._news.set()
+
+    def skip(self, rank: int, reason: str) -> None:
+        """A rank of this daemon takes no part, unless its receipt is there."""
+        if rank not in self.receipts:
+            self.skipped[rank] = reason
+            self._news.set()
+
+    def nudge(self) -> None:
+        """Something has changed that may decide it: look now."""
+        self._news.set()
+
+    async def run(self) -> None:
+        """Return when the manifest is there. Raises :class:`SaveSkipped`, :class:`SaveError`, what the proof found,
+        :class:`DeadlineExceeded` naming the ranks that are missing."""
+        try:
+            async with asyncio.timeout(self._patience.commit_seconds):
+                if (self._resumed or not self.leads) and await self._others_commit():
+                    return
+                if await self._collect():
+                    await self._publish()
+        except TimeoutError:
+            ranks = self._missing()
+            raise DeadlineExceeded(
+                f"{self.checkpoint} has no manifest after {self._patience.commit_seconds:g} s: "
+                + (f"no receipt of rank {_listed(ranks)}" if ranks else "the store did not take it")
+            ) from None
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self.checkpoint.world) if rank not in self.receipts]
+
+    async def _others_commit(self) -> bool:
+        """Whether the manifest is there already, or appears before it is our turn to put it."""
+        checkpoint = self.checkpoint
+        pause = POLL_SECONDS_FIRST
+        turn_seconds: float | None = None
+        while True:
+            with _asked_again_later():
+                if await _exists(checkpoint.backend, manifest_key(checkpoint.version)):
+                    return True
+                if await _exists(checkpoint.backend, tombstone_key(checkpoint.version)):
+                    raise SaveError(f"{checkpoint} is being deleted")
+                if self.leads:
+                    return False
+                if 0 not in self.receipts:
+                    await self._look_for(0)
+            self._judge()
+            # Before rank 0's receipt is there, its daemon is not late.
+            if turn_seconds is None and 0 in self.receipts:
+                turn_seconds = time.monotonic() + self._patience.takeover_seconds * random.uniform(1, 2)
+            if turn_seconds is not None and time.monotonic() >= turn_seconds:
+                log.info("rank 0's daemon has not committed %s: taking over", checkpoint)
+                return False
+            await self._pause(pause if turn_seconds is None else min(pause, turn_seconds - time.monotonic()))
+            pause = min(pause * 2, POLL_SECONDS_MAX)
+
+    async def _collect(self) -> bool:
+        """Wait for the receipts of all ranks. ``False`` where the manifest appeared meanwhile."""
+        pause = POLL_SECONDS_FIRST
+        while True:
+            with _asked_again_later():
+                await each(self._missing(), RECEIPTS_IN_FLIGHT, self._look_for)
+                if (
+                    self._missing()
+                    and not self.leads
+                    and await _exists(self.checkpoint.backend, manifest_key(self.checkpoint.version))
+                ):
+                    return False
+            self._judge()
+            if not self._missing():
+                return True
+            await self._pause(pause)
+            pause = min(pause * 2, POLL_SECONDS_MAX if self.leads else POLL_SECONDS_MAX_OTHERS)
+
+    async def _look_for(self, rank: int) -> None:
+        checkpoint = self.checkpoint
+        key = receipt_key(checkpoint.version, rank, checkpoint.world)
+        try:
+            data = await checkpoint.backend.get(key, limit_bytes=RECEIPT_BYTES_MAX)
+        except NotFound:
+            reason = self._lost(rank)
+            if reason is not None:
+                self.skipped[rank] = reason
+                await put_skipped(
+                    checkpoint.backend, checkpoint.version, rank, checkpoint.world, run=checkpoint.run, reason=reason
+                )
+            return
+        reason = skip_reason(data)
+        if reason is None:
+            self.receipts[rank] = data
+        else:
+            self.skipped[rank] = reason
+
+    def _judge(self) -> None:
+        """Raise :class:`SaveSkipped` where a rank takes no part."""
+        for rank, reason in self.skipped.items():
+            raise SaveSkipped(f"{self.checkpoint} is given up: rank {rank} takes no part: {reason}")
+
+    async def _pause(self, seconds: float) -> None:
+        """Until there is news from the ranks here, or the time is up. With jitter, so that daemons spread out."""
+        try:
+            async with asyncio.timeout(max(seconds, 0.001) * random.uniform(0.75, 1.25)):
+                await self._news.wait()
+        except TimeoutError:
+            return
+        self._news.clear()
+
+    async def _publish(self) -> None:
+        backend = self.checkpoint.backend
+        commit = await asyncio.to_thread(prove, [self.receipts[rank] for rank in range(self.checkpoint.world)])
+        for key, data in commit.index_parts.items():
+            await _put_same(backend, key, data)
+        await _put_same(backend, manifest_key(self.checkpoint.version), encode(commit.manifest))
+        log.info("committed %s, %d bytes", self.checkpoint, commit.manifest.bytes)
+
+
+class Commits:
+    """All commits that are under way in one daemon."""
+
+    def __init__(
+        self, patience: Patience, spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+    ) -> None:
+        self._patience = patience
+        self._spawn = spawn
+        self._open: dict[tuple[str, Version], tuple[Commit, asyncio.Task[None]]] = {}
+        self._skips: OrderedDict[tuple[str, Version], dict[int, str]] = OrderedDict()
+
+    def join(
+        self, checkpoint: Checkpoint, receipts: dict[int, bytes], lost: Lost, *, resumed: bool, leads: bool = False
+    ) -> asyncio.Task[None]:
+        """Take part in the commit of a checkpoint with receipts that are durable; begins it where nobody has.
+
+        The task raises what :meth:`Commit.run` raises, for all who joined. ``resumed``: it may have been committed, or
+        even deleted, before this daemon knew of it.
+        """
+        found = self._open.get(checkpoint.name)
+        if found is None:
+            commit = Commit(checkpoint, self._patience, lost, resumed=resumed)
+            for rank, reason in self._skips.get(checkpoint.name, {}).items():
+                commit.skip(rank, reason)
+            commit.leads = leads or 0 in receipts
+            task = self._spawn(commit.run(), f"commit of {checkpoint}")
+            self._open[checkpoint.name] = (commit, task)
+            task.add_done_callback(lambda _: self._open.pop(checkpoint.name))
+        else:
+            commit, task = found
+        for rank, receipt in receipts.items():
+            commit.join(rank, receipt)
+        return task
+
+    async def skip(self, checkpoint: Checkpoint, rank: int, reason: str) -> None:
+        """A rank of this daemon takes no part: tell the others, here and elsewhere."""
+        found = self._open.get(checkpoint.name)
+        if found is not None:
+            found[0].skip(rank, reason)
+        self._skips.setdefault(checkpoint.name, {})[rank] = reason
+        while len(self._skips) > SKIPS_KEPT:
+            self._skips.popitem(last=False)
+        if checkpoint.run:
+            await put_skipped(
+                checkpoint.backend, checkpoint.version, rank, checkpoint.world, run=checkpoint.run, reason=reason
+            )
+
+    def nudge(self) -> None:
+        """A trainer has died: commits that wait for it are to look now."""
+        for commit, _ in self._open.values():
+            commit.nudge()
+
+
+async def _exists(backend: Backend, key: str) -> bool:
+    try:
+        await backend.head(key)
+    except NotFound:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _asked_again_later() -> Generator[None]:
+    """A store that does not answer is asked again in the next round, as long as the commit may take."""
+    try:
+        yield
+    except Unavailable as error:
+        log.warning("%s", first_line(error))
+
+
+async def _put_same(backend: Backend, key: str, data: bytes) -> None:
+    """Put what every committer puts. Raises :class:`IntegrityError` where something else is there."""
+    if await put_first(backend, key, data) != data:
+        raise IntegrityError(f"{key}: another commit of this checkpoint wrote different bytes")
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16]))
+    return f"{shown} and {len(ranks) - 16} more" if len(ranks) > 16 else shown

@@ -1,0 +1,107 @@
+"""Who fills an arena: a process that is one rank of a run, and whether it is still alive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ckptd.checkpoint.retention import Keep
+from ckptd.errors import UsageError
+from ckptd.storage import Backend
+from ckptd.wire.messages import Outgoing
+
+
+class Seat(NamedTuple):
+    """One rank of one run. At most one living owner at a time."""
+
+    url: str
+    """The run's nearest root."""
+    rank: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.url}"
+
+
+class PeerProcess:
+    """A process, held by a pidfd: its number cannot be reused for another under our eyes."""
+
+    def __init__(self, pid: int, died: Callable[[], None]) -> None:
+        """``pid`` 0: it lives where we cannot see it, and only its socket tells. ``died`` is called once, on the
+        running event loop."""
+        self.pid = pid
+        self._died = died
+        self._fd = -1
+        self._gone = False
+        if pid:
+            try:
+                self._fd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._gone = True
+            except OSError as error:  # out of descriptors
+                raise UsageError(f"cannot watch process {pid}: {error.strerror}") from None
+            else:
+                asyncio.get_running_loop().add_reader(self._fd, self._ended)
+
+    def _ended(self) -> None:
+        self.close()
+        self._gone = True
+        self._died()
+
+    @property
+    def alive(self) -> bool | None:
+        """``None``: cannot be seen."""
+        if not self.pid:
+            return None
+        if self._fd >= 0:
+            poll = select.poll()
+            poll.register(self._fd, select.POLLIN)
+            return not poll.poll(0)
+        return not self._gone
+
+    def close(self) -> None:
+        """Watch no more. Idempotent."""
+        if self._fd >= 0:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                asyncio.get_running_loop().remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+
+@dataclass(eq=False, kw_only=True)
+class Owner:
+    """A trainer process in its seat."""
+
+    seat: Seat
+    world: int
+    launch: str
+    keep: Keep
+    backends: tuple[Backend, ...] = field(repr=False)
+    """The run's roots, nearest first."""
+    process: PeerProcess = field(repr=False)
+    send: Callable[[Outgoing], None] = field(repr=False)
+    connected: bool = True
+    hung_up: bool = False
+    """The connection was ended by its side."""
+
+    @property
+    def dead(self) -> bool:
+        """Proven: the process has ended; or, where it cannot be seen, its end of the socket is closed."""
+        alive = self.process.alive
+        return self.hung_up if alive is None else not alive
+
+    def same_process(self, other: Owner) -> bool:
+        """Whether both are one process, which has come back."""
+        return self.process.pid > 0 and self.process.pid == other.process.pid and not other.dead
+
+    def post(self, event: Outgoing) -> None:
+        """Send an event, if there is still anybody to hear it."""
+        if self.connected:
+            self.send(event)
+
+    def __str__(self) -> str:
+        return f"process {self.process.pid or 'in another namespace'} of launch {self.launch}"

@@ -1,0 +1,162 @@
+"""The way of one save: from a slot to durable, and on to committed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from ckptd.arena import SlotState
+from ckptd.checkpoint.concurrency import in_thread
+from ckptd.daemon.arenas import Arenas
+from ckptd.daemon.commit import Checkpoint, Commits
+from ckptd.daemon.owner import Owner
+from ckptd.daemon.retiring import Retiring
+from ckptd.daemon.save import Failure, Save, Tally
+from ckptd.daemon.source import SlotSource
+from ckptd.daemon.upload import Contents, existing_receipt, read_contents, upload
+from ckptd.errors import CkptdError, SaveError, SnapshotVoided, Superseded, first_line, to_fields
+from ckptd.format.keys import Version
+from ckptd.storage import Backend
+from ckptd.wire.messages import Committed, Durable, Failed, SlotRef
+
+log = logging.getLogger(__name__)
+
+DIGEST_THREADS = 4
+"""One digests faster than a disk writes; more than a few would take the trainer's cores."""
+MESSAGE_TEXT_MAX = 4000
+"""Characters of an error in a message."""
+
+
+class Pipeline:
+    """Runs saves. Those of one arena are written one after the other, in the order in which they came."""
+
+    def __init__(
+        self,
+        commits: Commits,
+        retiring: Retiring,
+        tally: Tally,
+        lost: Callable[[str, str, Version, int], str | None],
+        arenas: Arenas,
+    ) -> None:
+        """``lost``: run, launch, version and rank → why its receipt cannot come any more."""
+        self._commits = commits
+        self._retiring = retiring
+        self._tally = tally
+        self._lost = lost
+        self._arenas = arenas
+        self._threads = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="ckptd-digest")
+
+    def close(self) -> None:
+        """End the threads; no save may be running."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    async def run(self, save: Save) -> None:
+        """Never raises: the outcome is an event to whoever owns the arena by then, and in the tally."""
+        try:
+            commits = await self._make_durable(save)
+            save.stage = "commit"
+            began = time.monotonic()
+            for task in commits:
+                await asyncio.shield(task)
+        except Exception as error:
+            await self._fail(save, error)
+            return
+        self._tally.counts["committed"] += 1
+        self._tally.committed[save.owner.seat.url] = save.version
+        if not save.owner.dead:
+            self._arenas.drop_abandoned(save.owner.seat)
+        if save.owner.seat.rank == 0:
+            for backend in save.owner.backends:
+                self._retiring.after_commit(backend, save.run, save.owner.keep, save.version.generation)
+        save.fill.held.owner.post(
+            Committed(
+                step=save.version.step,
+                generation=save.version.generation,
+                stats={"commit_seconds": time.monotonic() - began},
+            )
+        )
+
+    async def _make_durable(self, save: Save) -> list[asyncio.Task[None]]:
+        """Returns the commits, one for each root, that the durable shard has joined."""
+        fill, held = save.fill, save.fill.held
+        held.saves += 1
+        try:
+            async with held.lane:
+                contents = await in_thread(read_contents, fill, save.owner)
+                began = time.monotonic()
+                path_taken, commits = await self._store(save, contents)
+        finally:
+            held.saves -= 1
+            self._arenas.sweep()
+        fill.settle(SlotState.DURABLE)
+        self._tally.counts["durable"] += 1
+        stats: dict[str, float | str] = {
+            "queue_seconds": began - save.began_seconds,
+            "write_seconds": time.monotonic() - began,
+            "bytes": fill.record.shard_bytes,
+            "path": path_taken,
+        }
+        at = SlotRef(arena=held.arena.id, slot=fill.slot, ticket=fill.record.ticket)
+        held.owner.post(Durable(at=at, stats=stats))
+        return commits
+
+    async def _store(self, save: Save, contents: Contents) -> tuple[str, list[asyncio.Task[None]]]:
+        """To each root, the nearest first; a root's commit begins as soon as its receipt is durable."""
+        commits: list[asyncio.Task[None]] = []
+        path_taken = ""
+        snapshot = contents.snapshot
+        save.stage, save.run = "write", snapshot.run
+        save.source = source = SlotSource(save.fill, contents.bounds, self._threads)
+        try:
+            for backend in save.owner.backends:
+                receipt = await existing_receipt(backend, contents) if save.adopted else None
+                if receipt is None:
+                    if save.resumed:
+                        raise SaveError(f"the receipt of {snapshot.version} is no longer at {backend.url}")
+                    uploaded = await upload(backend, contents, source, save.owner)
+                    receipt, path_taken = uploaded.receipt, path_taken or uploaded.path_taken
+                checkpoint = Checkpoint(backend, snapshot.version, snapshot.world, snapshot.run)
+                commits.append(
+                    self._commits.join(
+                        checkpoint,
+                        {snapshot.rank: receipt},
+                        partial(self._lost, save.owner.seat.url, snapshot.launch, snapshot.version),
+                        resumed=save.adopted,
+                    )
+                )
+                save.stored += 1
+        finally:
+            await source.release()
+        return path_taken, commits
+
+    async def _fail(self, save: Save, error: Exception) -> None:
+        fill, owner, stage = save.fill, save.fill.held.owner, save.stage
+        log_as = logging.INFO if isinstance(error, SnapshotVoided) or save.resumed else logging.ERROR
+        log.log(log_as, "save of %s of %s failed (%s): %s", save.version, owner.seat, stage, first_line(error))
+        if not isinstance(error, CkptdError):
+            log.error("unexpected", exc_info=error)
+        if not save.resumed:
+            self._tally.counts["failed"] += 1
+            self._tally.failures.append(Failure(time.time(), save.owner.seat, save.version, stage, first_line(error)))
+        await fill.ended()  # until then the slot is the trainer's
+        fill.settle(SlotState.FREE)
+        owner.post(
+            Failed(
+                step=save.version.step,
+                generation=save.version.generation,
+                stage=stage,
+                **{name: text[:MESSAGE_TEXT_MAX] for name, text in to_fields(error).items()},
+            )
+        )
+        if stage != "commit" and not save.resumed and not isinstance(error, Superseded):
+            roots = save.owner.backends[save.stored :]
+            await self.skip(save.owner, roots, save.version, save.run, first_line(error))
+
+    async def skip(self, owner: Owner, backends: Sequence[Backend], version: Version, run: str, reason: str) -> None:
+        """Let the other ranks know that this one takes no part. ``run``: its id, empty where it is not known."""
+        for backend in backends:
+            await self._commits.skip(Checkpoint(backend, version, owner.world, run), owner.seat.rank, reason)

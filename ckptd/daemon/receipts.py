@@ -1,0 +1,75 @@
+"""Puts that only the first of several writers may win. An unclear answer is read back: never a guess."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from ckptd.errors import AlreadyExists, FormatError, NotFound, SaveError, SaveSkipped, Unavailable, first_line
+from ckptd.format.keys import Version, receipt_key
+from ckptd.format.records import Receipt, Skipped, decode, encode
+from ckptd.limits import RECEIPT_BYTES_MAX
+from ckptd.storage import Backend
+
+log = logging.getLogger(__name__)
+
+
+async def put_first(backend: Backend, key: str, data: bytes) -> bytes:
+    """What lies at ``key`` in the end: ``data``, or what another writer put there before. Durable on return."""
+    try:
+        await backend.put(key, data, if_absent=True)
+        return data
+    except (AlreadyExists, Unavailable) as error:
+        try:
+            return await backend.get(key, limit_bytes=max(RECEIPT_BYTES_MAX, len(data)))
+        except NotFound:
+            raise error from None
+
+
+async def put_receipt(backend: Backend, key: str, receipt: Receipt) -> bytes:
+    """The rank's receipt as it is stored in the end. Where another attempt with the same bytes was first, its receipt
+    counts, and this attempt's shard is deleted.
+
+    Raises :class:`SaveSkipped` where the rank has let the step go, :class:`SaveError` where another snapshot of the
+    same step and rank is there.
+    """
+    data = await asyncio.to_thread(encode, receipt)
+    found = await put_first(backend, key, data)
+    if found == data:
+        return data
+    other = receipt_in(found, key)
+    if other.shard.digest != receipt.shard.digest or bytes(other.snapshot) != bytes(receipt.snapshot):
+        raise SaveError(f"{key} is the receipt of another snapshot of this step", hint="a step is saved once")
+    if other.shard.attempt != receipt.shard.attempt:
+        try:
+            await backend.delete([receipt.shard.key])
+        except Exception as error:
+            log.warning("%s remains, of no use: %s", receipt.shard.key, first_line(error))
+    return found
+
+
+def receipt_in(data: bytes, key: str) -> Receipt:
+    """The receipt at ``key``. Raises :class:`SaveSkipped` where the rank said instead that it takes no part,
+    :class:`FormatError`."""
+    reason = skip_reason(data)
+    if reason is not None:
+        raise SaveSkipped(f"{key}: skipped: {reason}")
+    return decode(data, Receipt)
+
+
+def skip_reason(data: bytes) -> str | None:
+    """Why a rank takes no part, where that is what ``data`` says in the place of a receipt."""
+    try:
+        return decode(data, Skipped).reason
+    except FormatError:
+        return None
+
+
+async def put_skipped(backend: Backend, version: Version, rank: int, world: int, *, run: str, reason: str) -> None:
+    """Tell the daemons of other ranks that this rank takes no part, unless its receipt is there. Best effort: where it
+    fails, the others find out when their time is up."""
+    record = Skipped(generation=version.generation, rank=rank, reason=reason[:1000], run=run, step=version.step)
+    try:
+        await put_first(backend, receipt_key(version, rank, world), encode(record))
+    except Exception as error:
+        log.warning("could not tell the other ranks that rank %d skips %s: %s", rank, version, first_line(error))

@@ -1,0 +1,68 @@
+"""One save: a fill of a slot on its way to storage."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ckptd.arena import SlotState
+from ckptd.daemon.fill import Fill
+from ckptd.daemon.owner import Owner, Seat
+from ckptd.daemon.source import SlotSource
+from ckptd.format.keys import Version
+
+FAILURES_KEPT = 16
+
+Stage = Literal["queue", "write", "commit"]
+
+
+@dataclass(eq=False)
+class Save:
+    """One fill of a slot on its way."""
+
+    fill: Fill
+    owner: Owner
+    """Who filled it."""
+    adopted: bool
+    """It came with an arena that was handed in: an earlier daemon may have written it."""
+    stage: Stage = "queue"
+    run: str = ""
+    """The run's id, once it has been read from the snapshot."""
+    stored: int = 0
+    """Roots, in their order, that have shard and receipt."""
+    began_seconds: float = field(default_factory=time.monotonic)
+    source: SlotSource | None = None
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def version(self) -> Version:
+        return self.fill.record.version
+
+    @property
+    def resumed(self) -> bool:
+        """The shard is durable; only the commit may be missing."""
+        return self.fill.record.state is SlotState.DURABLE
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """For the status."""
+
+    unix_seconds: float
+    seat: Seat
+    version: Version
+    stage: Stage
+    error: str
+
+
+@dataclass(slots=True)
+class Tally:
+    """What has become of saves since the daemon began."""
+
+    counts: dict[str, int] = field(default_factory=lambda: defaultdict[str, int](int))
+    failures: deque[Failure] = field(default_factory=lambda: deque[Failure](maxlen=FAILURES_KEPT))
+    committed: dict[str, Version] = field(default_factory=dict[str, Version])
+    """Run → what was committed last."""

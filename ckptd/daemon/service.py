@@ -1,0 +1,141 @@
+"""The daemon's parts, put together: who sits where, what happens when they come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from ckptd.daemon.arenas import Arenas
+from ckptd.daemon.commit import Commits, Patience
+from ckptd.daemon.owner import Owner, Seat
+from ckptd.daemon.retiring import Retiring
+from ckptd.daemon.saves import Saves
+from ckptd.daemon.session import Session
+from ckptd.daemon.settings import Settings
+from ckptd.daemon.status import status_of
+from ckptd.daemon.stores import Stores
+from ckptd.daemon.tasks import Tasks
+from ckptd.errors import DaemonError, RunInUse
+from ckptd.storage import Limits
+from ckptd.wire.messages import Failed
+
+log = logging.getLogger(__name__)
+
+
+class Service:
+    """Everything but the socket."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.began_seconds = time.monotonic()
+        self.sessions: set[Session] = set()
+        self.seats: dict[Seat, Owner] = {}
+        """Seat → its last owner, dead or alive."""
+        self._owners: set[Owner] = set()
+        """All whose process is watched."""
+        self.tasks = Tasks()
+        limits = Limits(operations_max=settings.requests_inflight, up_bytes_per_second=settings.upload_bytes_per_second)
+        self.stores = Stores(limits, settings.state_path, self.tasks.spawn)
+        self.arenas = Arenas(settings.memory_budget_bytes)
+        patience = Patience(settings.commit_seconds, settings.commit_takeover_seconds)
+        self.retiring = Retiring(self.tasks.spawn)
+        commits = Commits(patience, self.tasks.spawn)
+        self.saves = Saves(self.tasks, commits, self.retiring, self.arenas)
+        self.ending = asyncio.Event()
+        """Set when the daemon is to end, its work being done."""
+
+    # Trainers come and go
+
+    def seat(self, owner: Owner, *, takeover: bool) -> None:
+        """Let a trainer take its seat. Raises :class:`RunInUse`, naming a living owner, unless ``takeover``."""
+        if self.saves.draining:
+            raise DaemonError("the daemon is draining", hint="try again: another one is started when it has ended")
+        before = self.seats.get(owner.seat)
+        if before is not None and before.connected and not before.dead:
+            if not takeover:
+                raise RunInUse(
+                    f"{owner.seat} is held by {before}", hint="end it, or take the run away from it with takeover=True"
+                )
+            self._unseat(before, owner)
+        self.seats[owner.seat] = owner
+        self._owners.add(owner)
+        self.saves.arrived(owner)
+        log.info("%s: %s, world of %d", owner.seat, owner, owner.world)
+
+    def _unseat(self, before: Owner, successor: Owner) -> None:
+        log.warning("%s is taken from %s by %s", before.seat, before, successor)
+        records = [record for held in self.arenas.all() if held.owner is before for _, record in held.records()]
+        newest = max(records, key=lambda record: record.ticket, default=None)
+        before.post(
+            Failed(
+                step=newest.step if newest else 0,
+                generation=newest.generation if newest else 0,
+                stage="session",
+                error="Superseded",
+                message=f"{before.seat} was taken over by {successor}",
+                hint="this trainer saves no more",
+            )
+        )
+        self.saves.unseat(before, f"{before.seat} was taken over by {successor}")
+        for session in [session for session in self.sessions if session.owner is before]:
+            session.connection.close("its seat was taken over")
+
+    def died(self, owner: Owner) -> None:
+        """A trainer is proven dead: what it sealed is finished, what it was filling is freed."""
+        log.info("%s: %s has ended", owner.seat, owner)
+        self.saves.settle_dead(owner, [held for held in self.arenas.all() if held.owner is owner])
+        self.arenas.sweep()
+
+    def left(self, session: Session) -> None:
+        """A connection is closed."""
+        self.sessions.discard(session)
+        if session.owner is not None and session.owner.process.alive is None and session.owner.dead:
+            self.died(session.owner)
+
+    @property
+    def idle(self) -> bool:
+        """No clients and no work."""
+        return not self.sessions and not self.saves.under_way()
+
+    async def tidy(self) -> None:
+        """Give back what nobody needs any more: memory, connections, watches on processes."""
+        self.arenas.sweep()
+        busy = {held.owner for held in self.arenas.all()} | self.saves.busy_owners()
+        for owner in [owner for owner in self._owners if not owner.connected and owner not in busy]:
+            owner.process.close()
+            self._owners.discard(owner)
+            if self.seats.get(owner.seat) is owner:
+                del self.seats[owner.seat]
+        used = [backend for owner in self._owners for backend in owner.backends]
+        await self.stores.close_others([*used, *self.retiring.running.values()])
+
+    # The end
+
+    async def drain(self, deadline_seconds: float) -> None:
+        """Take no new saves, and return when those under way are committed; the daemon then ends.
+
+        Raises :class:`ckptd.errors.DeadlineExceeded`, naming what is not; the daemon ends all the same.
+        """
+        self.saves.draining = True
+        log.info("draining: %d saves under way, at most %g s", len(self.saves.under_way()), deadline_seconds)
+        try:
+            await self.saves.idle(None, deadline_seconds)
+        finally:
+            self.ending.set()
+
+    async def close(self) -> None:
+        """Let go of everything."""
+        for session in list(self.sessions):
+            session.close()
+        await self.tasks.cancel()
+        self.saves.close()
+        await self.stores.aclose()
+        for owner in self._owners:
+            owner.process.close()
+        self.arenas.close()
+
+    def status(self) -> dict[str, Any]:
+        """For ``ckptd status``; small enough for one message."""
+        return status_of(self)

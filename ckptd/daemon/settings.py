@@ -1,0 +1,48 @@
+"""What an operator can set for a daemon. Every value has a unit and a default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptd.limits import COMMIT_SECONDS, COMMIT_TAKEOVER_SECONDS
+from ckptd.wire.channel import default_socket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Fixed for the life of a daemon."""
+
+    socket: Path = field(default_factory=default_socket)
+    allowed_uids: frozenset[int] = frozenset()
+    """Users besides this one and root whose trainers may connect. With any, the socket's folder can be passed through
+    by everybody, and the kernel's word on the peer's uid decides."""
+    memory_budget_bytes: int | None = None
+    """All arenas together. ``None``: as much as the machine and the cgroup have left, see
+    :func:`ckptd.daemon.memory.headroom_bytes`."""
+    upload_bytes_per_second: int | None = None
+    """All saves together; ``None``: as fast as the store takes them."""
+    requests_inflight: int = 32
+    """Requests to one store at the same time, at most; the backend may allow fewer."""
+    idle_exit_seconds: float | None = None
+    """End after so long without clients and without work; ``None``: never."""
+    drain_seconds: float = 300.0
+    """How long SIGTERM waits for what is in flight."""
+    commit_seconds: float = COMMIT_SECONDS
+    """How long a commit waits for the receipts of other ranks."""
+    commit_takeover_seconds: float = COMMIT_TAKEOVER_SECONDS
+    """How long other ranks' daemons leave a commit to rank 0's; up to twice that, at random."""
+    log_file: Path | None = None
+    """``None``: to standard error."""
+    state_dir: Path | None = None
+    """A private folder for journals. ``None``: ``state`` beside the socket."""
+
+    @property
+    def state_path(self) -> Path:
+        """Where the journals are."""
+        return self.state_dir if self.state_dir is not None else self.socket.parent / "state"
+
+    @property
+    def folder_mode(self) -> int:
+        """Permissions of the socket's folder."""
+        return 0o711 if self.allowed_uids else 0o700

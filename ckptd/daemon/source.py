@@ -1,0 +1,83 @@
+"""A slot as the source of a put: parts leave while it fills, and each block is digested once, just before it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from concurrent.futures import Executor
+
+from ckptd.daemon.fill import Fill
+from ckptd.format.digests import digest
+
+
+class SlotSource:
+    """A :class:`ckptd.storage.Source`. :meth:`release` it when the puts are over."""
+
+    def __init__(self, fill: Fill, bounds: Sequence[tuple[int, int]], threads: Executor) -> None:
+        """``bounds``: the digest blocks of the shard, see :func:`ckptd.format.shard.block_bounds`."""
+        self._fill = fill
+        self._bounds = bounds
+        self._stops = [stop for _, stop in bounds]
+        self._digests: list[bytes] = [b""] * len(bounds)
+        self._claimed = bytearray(len(bounds))
+        self._digesting: set[asyncio.Future[None]] = set()
+        self._threads = threads
+        self._view = fill.held.arena.shard(fill.slot, fill.record)
+        self.sent_bytes = 0
+        """Of parts that were ready; at most the size of the shard, where a backend repeats none."""
+        self.progress_seconds = time.monotonic()
+        """When a part last became ready, on the monotonic clock."""
+
+    @property
+    def view(self) -> memoryview:
+        return self._view
+
+    async def ready(self, start: int, stop: int) -> None:
+        """See :class:`ckptd.storage.Source`. Raises :class:`ckptd.errors.SnapshotVoided`."""
+        await self._fill.final(stop)
+        await self._digest(bisect_right(self._stops, start), bisect_right(self._stops, stop))
+        self._fill.check()
+        self.sent_bytes = min(self.sent_bytes + stop - start, len(self._view))
+        self.progress_seconds = time.monotonic()
+
+    async def complete(self) -> None:
+        """Waits for the seal, and for all digests. Raises :class:`ckptd.errors.SnapshotVoided`."""
+        await self._fill.ended()
+        self._fill.check()
+        await self._digest(0, len(self._bounds))
+        self._fill.check()
+
+    async def _digest(self, first: int, stop: int) -> None:
+        """Digest what is unclaimed of these blocks, and wait for all digests that are being taken."""
+        todo = [number for number in range(first, stop) if not self._claimed[number]]
+        if todo:
+            for number in todo:
+                self._claimed[number] = 1
+            task = asyncio.get_running_loop().run_in_executor(self._threads, self._digest_blocks, todo)
+            self._digesting.add(task)
+            task.add_done_callback(self._digesting.discard)
+        if self._digesting:
+            # Whoever is cancelled here leaves the digests to the others: a claimed block is digested once.
+            done, _ = await asyncio.wait(set(self._digesting))
+            for task in done:
+                task.result()
+
+    def _digest_blocks(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            start, stop = self._bounds[number]
+            self._digests[number] = digest(self._view[start:stop])
+
+    @property
+    def blocks(self) -> bytes:
+        """The packed digests of all blocks; complete once :meth:`complete` has returned."""
+        return b"".join(self._digests)
+
+    async def release(self) -> None:
+        """Let go of the slot's memory. Idempotent."""
+        if self._digesting:
+            await asyncio.wait(set(self._digesting))
+        with contextlib.suppress(BufferError):  # the traceback of a failed put may still hold a part of it
+            self._view.release()

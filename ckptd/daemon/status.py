@@ -1,0 +1,121 @@
+"""What the daemon says of itself: a dict of plain values, without secrets, that fits into one message."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ckptd import __version__
+from ckptd.daemon.arenas import HeldArena
+from ckptd.daemon.owner import Owner
+from ckptd.daemon.save import Failure, Save
+from ckptd.limits import KIB, MESSAGE_BYTES_MAX
+
+if TYPE_CHECKING:
+    from ckptd.daemon.service import Service
+
+LISTED = (64, 16, 4)
+"""Sessions, saves and arenas that are listed each, as many as fit into the message; the rest is counted."""
+TEXT_MAX = 300
+
+
+def status_of(service: Service) -> dict[str, Any]:
+    """See ``ckptd status --json``."""
+    for listed in LISTED:
+        status = _status(service, listed)
+        if len(msgspec.json.encode(status)) < MESSAGE_BYTES_MAX - KIB:
+            return status
+    return _status(service, 0)
+
+
+def _status(service: Service, listed: int) -> dict[str, Any]:
+    saves, arenas, tally = service.saves.under_way(), service.arenas.all(), service.saves.tally
+    owners = [session.owner for session in service.sessions if session.owner is not None]
+
+    def shown(entries: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        found = list(entries)
+        return {"count": len(found), "listed": found[:listed]}
+
+    return {
+        "version": __version__,
+        "pid": os.getpid(),
+        "socket": str(service.settings.socket),
+        "uptime_seconds": round(time.monotonic() - service.began_seconds, 3),
+        "draining": service.saves.draining,
+        "sessions": shown(_session(owner, arenas) for owner in sorted(owners, key=lambda owner: owner.seat)),
+        "saves": shown(_save(save) for save in sorted(saves, key=lambda save: save.began_seconds)),
+        "committed": {url[:TEXT_MAX]: str(version) for url, version in list(tally.committed.items())[-listed:]},
+        "failures": [_failure(failure) for failure in tally.failures],
+        "stores": shown(
+            {"run": url[:TEXT_MAX], "level": finding.level, "subject": finding.subject, "message": finding.message}
+            for url, findings in service.stores.findings.items()
+            for finding in findings
+        ),
+        "arenas": shown(map(_arena, arenas)),
+        "arena_bytes": service.arenas.size_bytes,
+        "counts": {**tally.counts, "retired": service.retiring.deleted, "retiring_failed": service.retiring.failed},
+    }
+
+
+def _session(owner: Owner, arenas: Sequence[HeldArena]) -> dict[str, Any]:
+    beats = [beat for held in arenas if held.owner is owner and (beat := held.arena.status.last())]
+    last = max(beats, key=lambda beat: beat.monotonic_ns, default=None)
+    return {
+        "run": owner.seat.url[:TEXT_MAX],
+        "rank": owner.seat.rank,
+        "world": owner.world,
+        "launch": owner.launch[:TEXT_MAX],
+        "pid": owner.process.pid,
+        "beat": None
+        if last is None
+        else {
+            "step": last.step,
+            "phase": last.phase.name.lower(),
+            "age_seconds": round((time.monotonic_ns() - last.monotonic_ns) / 1e9, 3),
+        },
+    }
+
+
+def _save(save: Save) -> dict[str, Any]:
+    now = time.monotonic()
+    source = save.source
+    sent = source.sent_bytes if source else 0
+    seconds = now - save.began_seconds
+    return {
+        "run": save.owner.seat.url[:TEXT_MAX],
+        "rank": save.owner.seat.rank,
+        "version": str(save.version),
+        "stage": save.stage,
+        "bytes": save.fill.record.shard_bytes,
+        "bytes_done": sent,
+        "bytes_per_second": round(sent / seconds) if seconds > 0 else 0,
+        "seconds": round(seconds, 3),
+        "progress_age_seconds": round(now - (source.progress_seconds if source else save.began_seconds), 3),
+    }
+
+
+def _failure(failure: Failure) -> dict[str, Any]:
+    return {
+        "unix_seconds": failure.unix_seconds,
+        "run": failure.seat.url[:TEXT_MAX],
+        "rank": failure.seat.rank,
+        "version": str(failure.version),
+        "stage": failure.stage,
+        "error": failure.error[: 3 * TEXT_MAX],
+    }
+
+
+def _arena(held: HeldArena) -> dict[str, Any]:
+    return {
+        "id": held.arena.id,
+        "run": held.owner.seat.url[:TEXT_MAX],
+        "rank": held.owner.seat.rank,
+        "bytes": held.arena.shape.size_bytes,
+        "slots": [record.state.name.lower() for _, record in held.records()],
+        "owner_pid": held.owner.process.pid,
+        "owner_alive": not held.owner.dead,
+    }

@@ -1,0 +1,85 @@
+"""The backends that a daemon has open: one for each root and its options, with retries and limits around it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ckptd.errors import first_line
+from ckptd.storage import (
+    Backend,
+    Finding,
+    LeavingUploads,
+    Limits,
+    SelfTesting,
+    normal_url,
+    open_backend,
+    with_standard_wrappers,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Stores:
+    """Ranks of one run share a backend, and so its limits."""
+
+    def __init__(
+        self, limits: Limits, state_dir: Path, spawn: Callable[[Coroutine[Any, Any, None], str], object]
+    ) -> None:
+        self._limits = limits
+        self._state_dir = state_dir
+        self._spawn = spawn
+        self._open: dict[tuple[str, bytes], Backend] = {}
+        self._opening = 0
+        self.findings: dict[str, list[Finding]] = {}
+        """URL → what its self-test did not like."""
+
+    async def open(self, urls: Collection[str], options: Mapping[str, Any]) -> tuple[Backend, ...]:
+        """The backends of a run's roots. Raises :class:`ckptd.errors.ConfigError`."""
+        # Options may hold secrets: they are kept in memory only, in whole, to tell them apart.
+        spelled = msgspec.json.encode(options, order="deterministic")
+        self._opening += 1
+        try:
+            return tuple([await self._open_one(url, options, spelled) for url in map(normal_url, urls)])
+        finally:
+            self._opening -= 1
+
+    async def _open_one(self, url: str, options: Mapping[str, Any], spelled: bytes) -> Backend:
+        if (url, spelled) not in self._open:
+            # In a thread, as it may import a cloud library.
+            backend = await asyncio.to_thread(open_backend, url, options, state_dir=self._state_dir)
+            wrapped = self._open.setdefault((url, spelled), with_standard_wrappers(backend, self._limits))
+            self._spawn(self._examine(wrapped), f"self-test of {url}")
+        return self._open[url, spelled]
+
+    async def close_others(self, used: Collection[Backend]) -> None:
+        """Close what nobody uses; not now, if somebody is about to."""
+        if self._opening:
+            return
+        for key, backend in list(self._open.items()):
+            if all(backend is not other for other in used):
+                del self._open[key]
+                self.findings.pop(backend.url, None)
+                await backend.aclose()
+
+    async def _examine(self, backend: Backend) -> None:
+        """Clean up after writers that died, and find out whether the store keeps its word. What it does not is logged
+        and shown, and training goes on: a save that it breaks fails by itself."""
+        try:
+            if isinstance(backend, LeavingUploads) and (count := await backend.abort_stale_uploads()):
+                log.info("%s: aborted %d uploads of dead writers", backend.url, count)
+            found = await backend.self_test() if isinstance(backend, SelfTesting) else []
+        except Exception as error:
+            found = [Finding("error", "self-test", first_line(error))]
+        self.findings[backend.url] = [finding for finding in found if finding.level != "ok"]
+        for finding in self.findings[backend.url]:
+            level = logging.ERROR if finding.level == "error" else logging.WARNING
+            log.log(level, "%s: %s: %s (%s)", backend.url, finding.subject, finding.message, finding.hint or "no hint")
+
+    async def aclose(self) -> None:
+        await self.close_others(())

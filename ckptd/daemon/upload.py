@@ -1,0 +1,143 @@
+"""One snapshot to one root: shard, then receipt."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from ckptd.checkpoint.objects import token
+from ckptd.daemon.fill import Fill
+from ckptd.daemon.owner import Owner
+from ckptd.daemon.receipts import put_receipt, receipt_in
+from ckptd.daemon.source import SlotSource
+from ckptd.errors import (
+    FormatError,
+    IntegrityError,
+    NotFound,
+    SaveError,
+    StorageError,
+    Superseded,
+    first_line,
+)
+from ckptd.format.cover import check_layout
+from ckptd.format.digests import hex_digest
+from ckptd.format.keys import generation_key, receipt_key, shard_key
+from ckptd.format.records import GenerationRecord, Receipt, ShardProof, Snapshot, decode, decode_layout
+from ckptd.format.shard import block_bounds
+from ckptd.limits import RECEIPT_BYTES_MAX, SMALL_RECORD_BYTES_MAX
+from ckptd.storage import Backend
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a slot says that it holds, checked as far as that goes without the shard's bytes."""
+
+    doc: bytes
+    snapshot: Snapshot
+    bounds: Sequence[tuple[int, int]]
+    """The digest blocks of the shard."""
+
+    @property
+    def receipt_key(self) -> str:
+        return receipt_key(self.snapshot.version, self.snapshot.rank, self.snapshot.world)
+
+
+def read_contents(fill: Fill, owner: Owner) -> Contents:
+    """Blocking. Raises :class:`FormatError`, :class:`IntegrityError`, :class:`ckptd.errors.CoverageError`."""
+    record = fill.record
+    doc = fill.held.arena.doc(fill.slot, record)
+    snapshot = decode(doc, Snapshot)
+    if (snapshot.version, snapshot.rank) != (record.version, owner.seat.rank):
+        raise FormatError(
+            f"slot {fill.slot} of {owner.seat} holds rank {snapshot.rank} at {snapshot.version}, "
+            f"and its record says {record.version}"
+        )
+    layout = decode_layout(snapshot.layout)
+    if layout.shard_bytes != record.shard_bytes:
+        raise FormatError(f"a shard of {record.shard_bytes} bytes is described as {layout.shard_bytes}")
+    bounds = list(block_bounds(layout.header_bytes, [piece.bytes for piece in check_layout(layout)]))
+    return Contents(doc, snapshot, bounds)
+
+
+async def existing_receipt(backend: Backend, contents: Contents) -> bytes | None:
+    """The receipt of this very snapshot, where an earlier attempt has put it."""
+    try:
+        data = await backend.get(contents.receipt_key, limit_bytes=RECEIPT_BYTES_MAX)
+    except NotFound:
+        return None
+    receipt = receipt_in(data, contents.receipt_key)
+    return data if bytes(receipt.snapshot) == contents.doc else None
+
+
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    """A durable shard with its durable receipt."""
+
+    receipt: bytes
+    path_taken: str
+
+
+async def upload(backend: Backend, contents: Contents, source: SlotSource, owner: Owner) -> Uploaded:
+    """Put the shard and then its receipt. Durable on return.
+
+    Raises :class:`SnapshotVoided`, :class:`Superseded`, :class:`SaveSkipped`, :class:`SaveError`, and what the store
+    raises.
+    """
+    snapshot = contents.snapshot
+    attempt = token()
+    key = shard_key(snapshot.version, snapshot.rank, snapshot.world, attempt)
+    info = await backend.put(key, source)
+    try:
+        if info.size_bytes != len(source.view):
+            raise IntegrityError(f"{key}: stored {info.size_bytes} of {len(source.view)} bytes")
+        await check_generation(backend, snapshot, owner)
+        blocks = source.blocks
+        proof = ShardProof(
+            attempt=attempt,
+            blocks=blocks,
+            bytes=info.size_bytes,
+            checksum=info.checksum,
+            digest=await asyncio.to_thread(hex_digest, blocks),
+            key=key,
+        )
+        receipt = Receipt(shard=proof, snapshot=msgspec.Raw(contents.doc))
+        return Uploaded(await put_receipt(backend, contents.receipt_key, receipt), info.path_taken)
+    except (SaveError, IntegrityError):
+        # Certainly no receipt names it. After any other error one may.
+        await _discard(backend, key)
+        raise
+
+
+async def check_generation(backend: Backend, snapshot: Snapshot, owner: Owner) -> None:
+    """Raise :class:`Superseded`, naming the owner, where a newer generation was opened while this trainer goes on.
+
+    What a trainer has left behind is finished all the same: it harms nobody, as the lineage decides what counts.
+    """
+    if owner.dead or not owner.connected:
+        return
+    key = generation_key(snapshot.generation + 1)
+    try:
+        newer = decode(await backend.get(key, limit_bytes=SMALL_RECORD_BYTES_MAX), GenerationRecord)
+    except NotFound:
+        return
+    except (StorageError, FormatError) as error:
+        log.warning("cannot tell whether generation %d is superseded: %s", snapshot.generation, first_line(error))
+        return
+    raise Superseded(
+        f"generation {newer.generation} of {backend.url} was opened by launch {newer.launch} "
+        f"on {newer.host}, process {newer.pid}",
+        hint=f"this trainer belongs to generation {snapshot.generation}: end it, or end the other and start anew",
+    )
+
+
+async def _discard(backend: Backend, key: str) -> None:
+    try:
+        await backend.delete([key])
+    except Exception as error:
+        log.warning("%s remains, of no use: %s", key, first_line(error))

@@ -1,0 +1,111 @@
+"""Where it goes: two roots, a real S3 server, racing committers, and a daemon that is killed again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import boto3
+import msgspec
+
+from ckptd.arena import SlotState
+from ckptd.format.keys import Version, manifest_key
+from ckptd.format.records import Manifest, decode
+from ckptd.wire.messages import Committed, Failed
+from devtools.seaweedfs import S3Endpoint
+from tests.daemon.trainer import DaemonProcess, Member, Trainer, check_committed, daemon_at, manifest, trainer
+
+
+def test_both_roots_of_a_run_get_the_checkpoint(daemon: DaemonProcess, tmp_path: Path) -> None:
+    member = Member(f"file://{tmp_path / 'near'}", far_url=f"file://{tmp_path / 'far'}")
+    with trainer(daemon.socket, member) as session:
+        session.save(1)
+        assert isinstance(session.outcome(1), Committed)
+        check_committed(member, 1)
+        check_committed(replace(member, url=member.far_url), 1)
+        # The far one fails: the save has failed, and the near one is complete all the same.
+        far = tmp_path / "far" / "checkpoints"
+        far.rename(tmp_path / "elsewhere")
+        far.write_text("no folder")
+        session.save(2)
+        failed = session.outcome(2)
+        assert isinstance(failed, Failed)
+        assert "far" in failed.message
+        session.await_idle()
+        check_committed(member, 2)
+        assert manifest(member.far_url, Version(2, 1)) is None
+
+
+def test_s3_from_the_slot_to_the_manifest(s3_server: S3Endpoint, socket_path: Path) -> None:
+    member = Member(s3_server.prefix(), storage_options=s3_server.options)
+    size = 11 << 20
+    with daemon_at(socket_path) as daemon, trainer(daemon.socket, member, slot_bytes=size + (1 << 20)) as session:
+        session.save(3, size)
+        outcome = session.outcome(3)
+        assert isinstance(outcome, Committed), outcome
+        status = msgspec.json.encode(session.status()).decode()
+        assert s3_server.secret_access_key not in status + daemon.log.read_text()
+        for path in socket_path.parent.rglob("*"):
+            assert not path.is_file() or s3_server.secret_access_key.encode() not in path.read_bytes()
+    client = boto3.client(  # pyright: ignore[reportUnknownMemberType]
+        "s3",
+        endpoint_url=s3_server.endpoint_url,
+        aws_access_key_id=s3_server.access_key_id,
+        aws_secret_access_key=s3_server.secret_access_key,
+        region_name=s3_server.region,
+    )
+    root = member.url.removeprefix(f"s3://{s3_server.bucket}/")
+
+    def stored(key: str) -> bytes:
+        return client.get_object(Bucket=s3_server.bucket, Key=f"{root}/{key}")["Body"].read()
+
+    found = decode(stored(manifest_key(Version(3, 1))), Manifest)
+    receipt = msgspec.json.decode(stored(found.receipts[0].key))
+    assert receipt["shard"]["checksum"].startswith("crc32c:")
+    assert stored(receipt["shard"]["key"]) == member.content(3, size).shard
+    client.close()
+
+
+def test_racing_committers_write_the_same(socket_path: Path, tmp_run: str) -> None:
+    eager = ("--commit-takeover", "0")
+    first, second = (socket_path.with_name(f"d{number}.sock") for number in (0, 1))
+    with (
+        daemon_at(first, *eager),
+        daemon_at(second, *eager),
+        trainer(first, Member(tmp_run, rank=0, world=2)) as zero,
+        trainer(second, Member(tmp_run, rank=1, world=2)) as one,
+    ):
+        for step in range(1, 6):
+            one.save(step)
+            zero.save(step)
+            assert isinstance(zero.outcome(step), Committed)
+            assert isinstance(one.outcome(step), Committed)
+            check_committed(zero.member, step)
+
+
+def test_a_daemon_killed_again_and_again_loses_nothing(socket_path: Path, tmp_run: str) -> None:
+    """P1 and P3: at whatever byte it dies, storage has the old or the new, and what is sealed gets there."""
+    member = Member(tmp_run, storage_options={"part_bytes": 65536})
+    with contextlib.ExitStack() as stack:
+        daemon = stack.enter_context(daemon_at(socket_path))
+        session = stack.enter_context(trainer(socket_path, member))
+        arena = session.arena
+        assert arena is not None
+        for step in range(1, 7):
+            at = session.save(step)
+            time.sleep(random.uniform(0, 0.04))
+            daemon.kill()
+            assert arena.record(at.slot).state in (SlotState.SEALED, SlotState.DURABLE)
+            if manifest(tmp_run, Version(step, 1)) is not None:
+                check_committed(member, step)
+            daemon = stack.enter_context(daemon_at(socket_path))
+            session = Trainer(socket_path, member)
+            stack.callback(session.close)
+            session.hello()
+            session.hand_arena(arena)
+            assert isinstance(session.outcome(step), Committed)
+            for earlier in range(1, step):
+                assert manifest(tmp_run, Version(earlier, 1)) is not None
