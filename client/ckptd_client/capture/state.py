@@ -1,0 +1,273 @@
+"""The whole training state: captured as it is, and applied again once everything was checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import msgspec
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from ckptd.errors import FormatError, StateError
+from ckptd.format.names import element, segment
+from ckptd.format.records import Layout
+from ckptd.format.tree import Path, decode_json, decode_tree
+from ckptd.limits import NAME_BYTES_MAX, TREE_DEPTH_MAX
+from ckptd_client.capture import codecs
+from ckptd_client.capture.contents import Contents, Read
+from ckptd_client.capture.leaves import Leaf, Leaves, Structure
+from ckptd_client.capture.module import ModuleSource
+from ckptd_client.capture.objects import ObjectSource, keeps_state
+from ckptd_client.capture.optimizer import OptimizerSource, is_plain_optimizer
+from ckptd_client.capture.restore import Report, Restoring
+from ckptd_client.capture.rng import RNG, RngSource
+from ckptd_client.capture.scaler import ScalerSource, is_scaler
+from ckptd_client.capture.template import Template
+from ckptd_client.capture.values import Build, merge
+from ckptd_client.capture.walk import ParameterNames, Source, Walk
+
+T = TypeVar("T")
+_Sources = dict[tuple[Path, int], tuple[object, Source]]
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """The state at one moment: what to copy, and the tree of everything else, which is a copy already."""
+
+    leaves: list[Leaf]
+    """In order of first appearance. The same list object as in the last capture as long as no leaf moved."""
+    aliases: dict[str, str]
+    """Further names of the same memory → the leaf's name."""
+    tree: bytes
+    """Typed JSON of a dict of the parts."""
+    parts: tuple[str, ...]
+    structure: Structure
+    """The same object as long as names, shapes, dtypes, parts, ties and order are unchanged."""
+    notices: tuple[str, ...]
+    """What is saved as it is, and may not be what was meant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A restore that was found to fit."""
+
+    report: Report
+    values: dict[str, object]
+    """The checkpoint's whole tree; where it has a tensor, a :class:`~ckptd_client.capture.codecs.SavedTensor`."""
+    _apply: Callable[[], None]
+
+    def apply(self) -> None:
+        """Bring everything into the live state.
+
+        Raises :class:`MismatchError` where an object of the state refuses what it had saved, and then, as for any
+        failure to get memory, the live state is as it was.
+        """
+        self._apply()
+
+
+class State:
+    """The parts of a training state, by name."""
+
+    def __init__(self, state: Mapping[str, object], *, world: int, rng: bool) -> None:
+        """``state``: anything with ``state_dict()`` and ``load_state_dict()``, or tensors and plain values in nested
+        dicts, lists and tuples. Raises :class:`StateError` for a name that cannot be kept."""
+        self._state = state
+        self._rng = RngSource() if rng else None
+        self._sources: _Sources = {}
+        self._last_sources: _Sources = {}  # those of the last capture; what is gone from the state is let go of
+        self._template = Template((), find=self._source)
+        self._leaves = Leaves(per_rank=world > 1)
+        self._names: ParameterNames = {}  # the same object as long as no parameter moved
+        self._names_stand_for: list[tuple[ModuleSource, int]] = []
+        self._owned: set[int] = set()
+        self._check_names()
+
+    def _check_names(self) -> None:
+        for name in cast("Mapping[object, object]", self._state):
+            if not isinstance(name, str) or not name:
+                raise StateError(f"{name!r}: the parts of the state have names: strings that are not empty")
+            try:
+                size = len(name.encode())
+            except UnicodeEncodeError:
+                raise StateError(f"{name!r}: not a name that can be written as UTF-8") from None
+            if size > NAME_BYTES_MAX:
+                raise StateError(f"{name[:80]}…: a name of more than {NAME_BYTES_MAX} bytes")
+            if name == RNG and self._rng is not None:
+                raise StateError(f"{RNG}: this part is the random-number state", hint="rename yours, or use rng=False")
+
+    # Looking
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Every optimizer in the state, in order."""
+        return [found for _, found in self._find_all(torch.optim.Optimizer)]
+
+    def scalers(self) -> list[GradScaler]:
+        """Every gradient scaler in the state, in order."""
+        return [found for _, found in self._find_all(GradScaler)]
+
+    def _find_all(self, kind: type[T]) -> Iterator[tuple[Path, T]]:
+        """Objects of a kind and where they are, through dicts, lists and tuples."""
+        wanted: Any = (kind, dict, list, tuple)
+        places: list[tuple[Path, object]] = [((), dict(self._state))]
+        while places:
+            path, value = places.pop()
+            if isinstance(value, kind):
+                yield path, value
+                continue
+            if len(path) > TREE_DEPTH_MAX:
+                continue  # too deep to be captured, or a cycle
+            if isinstance(value, dict):
+                inner = [(segment(k), v) for k, v in cast("dict[Any, object]", value).items() if isinstance(v, wanted)]
+            else:
+                inner = [(element(i), v) for i, v in enumerate(cast("list[object]", value)) if isinstance(v, wanted)]
+            places += [((*path, step), item) for step, item in reversed(inner)]
+
+    def _source(self, value: object, path: Path) -> Source | None:
+        """The source of an object with a state of its own, the same one from capture to capture."""
+        place = (path, id(value))
+        known = self._sources.get(place) or self._last_sources.get(place)
+        if known is None:
+            source = _make_source(value, path)
+            if source is None:
+                return None
+            known = (value, source)  # holds the object, so that its id stays its own
+        self._sources[place] = known
+        return known[1]
+
+    def _refresh(self) -> None:
+        """Find modules and optimizers, and what parameters are called and which an optimizer owns."""
+        found = [(path, self._source(module, path)) for path, module in self._find_all(nn.Module)]
+        modules = [(path, source) for path, source in found if isinstance(source, ModuleSource)]
+        for _, source in modules:
+            source.refresh()
+        self._owned = {
+            id(parameter)
+            for optimizer in self.optimizers()
+            for g in optimizer.param_groups
+            for parameter in g["params"]
+        }
+        versions = [(source, source.version) for _, source in modules]
+        if versions != self._names_stand_for:
+            self._names_stand_for = versions
+            self._names = _parameter_names(modules)
+
+    # Capture
+
+    def capture(self) -> Capture:
+        """Look at everything and copy what is not a tensor.
+
+        Changes nothing: no step, no random number, no collective, no wait for a device. Raises :class:`StateError`,
+        naming the path, for what cannot be saved.
+        """
+        self._check_names()
+        self._last_sources, self._sources = self._sources, {}
+        self._refresh()
+        walk = Walk(self._names, self._owned)
+        parts = self._template.walk(walk, dict(self._state))["v"]
+        if self._rng is not None:
+            parts = [*parts, [RNG, self._rng.walk(walk)]]
+        self._leaves.update(walk.names, walk.tensors, walk.fenced)
+        kept = self._leaves
+        return Capture(
+            kept.leaves,
+            kept.aliases,
+            msgspec.json.encode({"$": "dict", "v": parts}),
+            tuple(str(name) for name, _ in parts),
+            kept.structure,
+            kept.notices,
+        )
+
+    # Restore
+
+    def prepare(self, tree: bytes, layout: Layout, read: Read, *, strict: bool) -> Prepared:
+        """Check a whole checkpoint against the live state, and plan the restore. Changes nothing.
+
+        ``read`` gives the stored tensor of a name that ``layout`` has, on the CPU; what it gives must stay until the
+        apply is over. Raises :class:`MismatchError` where strict and anything does not fit, :class:`StateError` where
+        the random-number state cannot be used, :class:`FormatError` for a tree that is malformed.
+        """
+        live = self.capture()
+        saved = _decode(tree)
+        restoring = Restoring(Contents(layout, read))
+        restoring.missing += [name for name in live.parts if name not in saved]
+        unexpected = [name for name in saved if name not in live.parts]
+        if RNG in unexpected and self._rng is None:
+            unexpected.remove(RNG)
+            restoring.skip(RNG, "rng=False")
+        restoring.unexpected += unexpected
+        builds: dict[str, Build] = {}
+        for name in live.parts:
+            if name not in saved:
+                continue
+            if name == RNG and self._rng is not None:
+                self._rng.prepare(saved[name], restoring)
+            elif not self._can_take(name):
+                restoring.skip(name, "the state is a mapping that cannot be written to")
+            else:
+                builds[name] = merge(self._state[name], saved[name], (segment(name),), restoring, self._source)
+        self._plan_parts(builds, restoring)
+        restoring.check_ties(live.aliases, [*(leaf.name for leaf in live.leaves), *live.aliases])
+
+        def apply() -> None:
+            restoring.apply()
+            self._leaves.forget()  # what the live state let go of is not to be kept alive here
+
+        return Prepared(restoring.finish(strict=strict), saved, apply)
+
+    def _can_take(self, name: str) -> bool:
+        """Whether another value can come to stand under the name, or the one that is there be changed."""
+        value = self._state[name]
+        return (
+            isinstance(self._state, MutableMapping)
+            or isinstance(value, torch.Tensor | torch.Generator | dict | list)
+            or self._source(value, (segment(name),)) is not None
+        )
+
+    def _plan_parts(self, builds: dict[str, Build], restoring: Restoring) -> None:
+        """Values at the top are set in the caller's own mapping, where it can be written to."""
+
+        def put(value: object) -> None:
+            for name, item in cast("dict[str, object]", value).items():
+                if isinstance(self._state, MutableMapping) and self._state[name] is not item:
+                    self._state[name] = item
+
+        restoring.build(lambda: {name: build() for name, build in builds.items()}, put)
+
+
+def _make_source(value: object, path: Path) -> Source | None:
+    if isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, nn.Module):
+        return ModuleSource(value, path)
+    if is_plain_optimizer(value):
+        return OptimizerSource(cast(torch.optim.Optimizer, value), path)
+    if is_scaler(value):
+        return ScalerSource(cast(GradScaler, value), path)
+    return ObjectSource(value, path) if keeps_state(value) else None
+
+
+def _parameter_names(modules: list[tuple[Path, ModuleSource]]) -> ParameterNames:
+    """The first name of each parameter, and where its module is."""
+    names: dict[int, tuple[Path, str]] = {}
+    for path, source in modules:
+        for name, parameter in source.parameter_names():
+            names.setdefault(id(parameter), (path, name))
+    return names
+
+
+def _decode(tree: bytes) -> dict[str, object]:
+    """The parts of a state tree, tensors by reference. Raises :class:`FormatError`."""
+
+    def leaf(tag: str, members: dict[str, Any]) -> object:
+        return codecs.decode(tag, members, decode_tree(members.get("v"), leaf))
+
+    try:
+        saved = decode_tree(decode_json(tree), leaf)
+    except RecursionError:
+        raise FormatError("state tree nested too deep") from None
+    if not isinstance(saved, dict) or not all(isinstance(name, str) for name in cast("dict[object, object]", saved)):
+        raise FormatError("the state tree is not a dict of parts")
+    return cast("dict[str, object]", saved)
