@@ -1,0 +1,219 @@
+"""How the ranks of one start agree: each says what it has, rank 0 decides, all hear the same decision.
+
+One request per rank each way, through a key-value store; JSON, a deadline, no collective, no GPU memory. Rank 0's
+failure to decide is an error on every rank, and so is a rank that does not answer: it is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar, cast
+
+import msgspec
+from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
+
+from ckptd.errors import AlreadyExists, ConfigError, DeadlineExceeded, NotFound, first_line, from_fields, to_fields
+from ckptd.format.digests import hex_digest
+from ckptd.format.keys import AGREEMENT
+from ckptd.limits import AGREEMENT_SECONDS, SMALL_RECORD_BYTES_MAX
+from ckptd_client.blocking import run_blocking
+from ckptd_client.roots import Root
+from ckptd_client.topology import LAUNCH_VARIABLE, Topology, torch_store
+
+T = TypeVar("T")
+
+
+class Store(Protocol):
+    """A place where ranks leave values for each other. A key is written once."""
+
+    def put(self, key: str, value: bytes) -> None:
+        """Leave a value."""
+        ...
+
+    def get(self, key: str, deadline_seconds: float) -> bytes:
+        """Wait for a value. Raises :class:`DeadlineExceeded`."""
+        ...
+
+    def peek(self, key: str) -> bytes | None:
+        """The value if it is there now."""
+        ...
+
+
+class OwnStore:
+    """For a single rank."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def put(self, key: str, value: bytes) -> None:
+        """See :class:`Store`."""
+        self._values[key] = value
+
+    def get(self, key: str, deadline_seconds: float) -> bytes:
+        """See :class:`Store`."""
+        return self._values[key]
+
+    def peek(self, key: str) -> bytes | None:
+        """See :class:`Store`."""
+        return self._values.get(key)
+
+
+class TorchStore:
+    """A ``torch.distributed.Store``: torchrun's, or the process group's."""
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+
+    def put(self, key: str, value: bytes) -> None:
+        """See :class:`Store`."""
+        self._store.set(self._prefix + key, value)
+
+    def get(self, key: str, deadline_seconds: float) -> bytes:
+        """See :class:`Store`."""
+        full = self._prefix + key
+        try:
+            self._store.wait([full], timedelta(seconds=max(deadline_seconds, 0.001)))
+        except (RuntimeError, ValueError) as error:  # torch has no narrower type for its time-out
+            raise DeadlineExceeded(f"no {key} in torch's store: {first_line(error)}") from None
+        return bytes(self._store.get(full))
+
+    def peek(self, key: str) -> bytes | None:
+        """See :class:`Store`."""
+        full = self._prefix + key
+        return bytes(self._store.get(full)) if self._store.check([full]) else None
+
+
+class StorageStore:
+    """The run's own storage, for processes that share nothing but a launch id."""
+
+    def __init__(self, root: Root, number: int) -> None:
+        self._root = root
+        self._prefix = f"{AGREEMENT}{hex_digest(f'{root.launch}/{number}'.encode())}/"
+
+    def put(self, key: str, value: bytes) -> None:
+        """See :class:`Store`."""
+
+        async def write() -> None:
+            with contextlib.suppress(AlreadyExists):
+                async with self._root.visit() as backend:
+                    await backend.put(self._prefix + key, value, if_absent=True)
+
+        run_blocking(write())
+
+    def get(self, key: str, deadline_seconds: float) -> bytes:
+        """See :class:`Store`."""
+        try:
+            for attempt in Retrying(
+                retry=retry_if_exception_type(NotFound),
+                stop=stop_after_delay(deadline_seconds),
+                wait=wait_exponential_jitter(initial=0.02, max=1.0),
+            ):
+                with attempt:
+                    return self._read(key)
+        except RetryError:
+            pass
+        raise DeadlineExceeded(f"no {key} in {self._root.url}")
+
+    def peek(self, key: str) -> bytes | None:
+        """See :class:`Store`."""
+        try:
+            return self._read(key)
+        except NotFound:
+            return None
+
+    def _read(self, key: str) -> bytes:
+        async def read() -> bytes:
+            async with self._root.visit() as backend:
+                return await backend.get(self._prefix + key, limit_bytes=SMALL_RECORD_BYTES_MAX)
+
+        return run_blocking(read())
+
+
+class Agreement:
+    """Questions that all ranks put in the same order. Not thread-safe."""
+
+    def __init__(self, store: Store, rank: int, world: int, *, deadline_seconds: float = AGREEMENT_SECONDS) -> None:
+        self.store = store
+        self.rank = rank
+        self.world = world
+        self._deadline_seconds = deadline_seconds
+        self._asked = 0
+
+    def decide(self, topic: str, mine: Any, decide: Callable[[list[Any]], T]) -> T:
+        """Every rank gives ``mine``; rank 0 alone calls ``decide`` with all of them, by rank; all get its result.
+
+        Values and result are plain JSON data. Raises on every rank what ``decide`` raised on rank 0, and
+        :class:`DeadlineExceeded` naming the ranks that did not answer.
+        """
+        self._asked += 1
+        key = f"{self._asked:04d}-{topic}"
+        if self.rank != 0:
+            self.store.put(f"{key}-{self.rank:05d}.json", msgspec.json.encode(mine))
+            answer = self._await_answer(key)
+            if "error" in answer:
+                raise from_fields(answer["error"], f"rank 0: {answer['message']}", answer["hint"])
+            return cast(T, answer["result"])
+        try:
+            result = decide(self._collect(key, mine))
+        except Exception as error:
+            if self.world > 1:
+                self.store.put(f"{key}.json", msgspec.json.encode(to_fields(error)))
+            raise
+        if self.world > 1:
+            self.store.put(f"{key}.json", msgspec.json.encode({"result": result}))
+        return result
+
+    def _collect(self, key: str, mine: Any) -> list[Any]:
+        values = [mine]
+        late: list[int] = []
+        stop = time.monotonic() + self._deadline_seconds
+        for rank in range(1, self.world):
+            try:
+                left = max(stop - time.monotonic(), 0.0)
+                values.append(msgspec.json.decode(self.store.get(f"{key}-{rank:05d}.json", left)))
+            except DeadlineExceeded:
+                late.append(rank)
+        if late:
+            raise DeadlineExceeded(
+                f"ranks {late} did not answer {key!r} within {self._deadline_seconds:g} s",
+                hint="do all ranks call the same methods in the same order?",
+            )
+        return values
+
+    def _await_answer(self, key: str) -> dict[str, Any]:
+        # Rank 0 may use its whole time to wait for others before it can say so.
+        try:
+            data = self.store.get(f"{key}.json", self._deadline_seconds * 2)
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(f"rank 0 did not answer {key!r}: {error.message}") from None
+        return msgspec.json.decode(data, type=dict[str, Any])
+
+
+_opened: Counter[tuple[str, str]] = Counter()
+
+
+def open_agreement(topology: Topology, root: Root) -> Agreement:
+    """The way in which this start's ranks agree: alone, through torch's store, or through the run's storage.
+
+    Raises :class:`ConfigError` for several ranks that have neither a store nor a launch id in common.
+    """
+    # The same on all ranks, as all construct the Checkpointers of a run in the same order.
+    _opened[root.launch, root.url] += 1
+    number = _opened[root.launch, root.url]
+    if topology.world == 1:
+        return Agreement(OwnStore(), 0, 1)
+    store = torch_store()
+    if store is not None:
+        prefix = f"ckptd/{topology.launch}/{hex_digest(root.url.encode())}/{number}/"
+        return Agreement(TorchStore(store, prefix), topology.rank, topology.world)
+    if not topology.launch:
+        raise ConfigError(
+            f"{topology.world} ranks have no way to agree: no process group, no torchrun, no launch id",
+            hint=f"initialize torch.distributed first, or give each start a {LAUNCH_VARIABLE}, equal on all ranks",
+        )
+    return Agreement(StorageStore(root, number), topology.rank, topology.world)

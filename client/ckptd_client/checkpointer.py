@@ -1,0 +1,426 @@
+"""The checkpointer: what a training loop holds."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+import uuid
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import msgspec
+
+from ckptd.arena.status import Phase
+from ckptd.checkpoint.retention import Keep
+from ckptd.checkpoint.selectors import Selector
+from ckptd.errors import (
+    CkptdError,
+    ConfigError,
+    DeadlineExceeded,
+    SaveError,
+    SaveSkipped,
+    StateError,
+    UsageError,
+    first_line,
+)
+from ckptd.format.keys import STEP_MAX, Version
+from ckptd.format.records import metrics_for_record
+from ckptd.storage import normal_url
+from ckptd.wire import messages
+from ckptd.wire.channel import default_socket
+from ckptd.wire.messages import Hello, Skip
+from ckptd_client.agreement import open_agreement
+from ckptd_client.capture import State
+from ckptd_client.generation import Life, Opening, WriterClaim, open_life
+from ckptd_client.handles import Handles
+from ckptd_client.link import DaemonLink
+from ckptd_client.restore import Restored, Restorer
+from ckptd_client.roots import Root
+from ckptd_client.save import Save, as_save_error
+from ckptd_client.schedule import Appointments, Schedule
+from ckptd_client.snapshots import Snapshots
+from ckptd_client.staging.plan import Plan
+from ckptd_client.staging.stager import Check, Stager
+from ckptd_client.supply import ArenaSupply
+from ckptd_client.topology import Topology
+
+OnFull = Literal["wait", "skip", "fail"]
+OnError = Literal["log", "raise"]
+
+DOC_BYTES_SPARE = 65536
+"""Of a snapshot's record beyond its layout and state tree."""
+
+_log = logging.getLogger("ckptd")
+_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+class Checkpointer:
+    """Asynchronous checkpoints of a training state: a point-in-time copy in shared memory, and a daemon that does the
+    rest.
+
+    Use it as a context manager, or call :meth:`close`. Not thread-safe: all methods belong to the training thread.
+    """
+
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        state: Mapping[str, object],
+        *,
+        every_steps: int | None = None,
+        every: float | None = None,
+        keep: Keep | None = None,
+        slots: int = 2,
+        overlap: bool = True,
+        check: Check = "sample",
+        on_full: OnFull = "wait",
+        max_wait: float = 30.0,
+        rng: bool = True,
+        socket: str | Path | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        on_error: OnError = "log",
+        takeover: bool = False,
+        rank: int | None = None,
+        world: int | None = None,
+        launch: str | None = None,
+    ) -> None:
+        """Connect to the daemon, starting one where none runs.
+
+        ``url``: the run's root, ``file:///…``, ``s3://bucket/prefix``, any fsspec URL, or a plain path. ``state``: a
+        dict of name → anything with ``state_dict``/``load_state_dict``, or tensors and plain values in nested dicts and
+        lists. ``every_steps``, ``every`` (seconds): when :meth:`step` saves. ``slots``: snapshots held at once; two let
+        one be written while the next is taken. ``overlap``: copy parameters and optimizer state during the next
+        forward and backward where that has proved safe. ``check``: how a mixture is looked for; ``"full"`` compares
+        every byte. ``on_full``: with no free slot ``"wait"`` at most ``max_wait`` seconds and then skip, ``"skip"`` at
+        once, or ``"fail"``. ``on_error="raise"``: a failed save raises at the next :meth:`step`; else it is logged, and
+        found on its handle. ``takeover``: take the run from a live owner. ``rank``, ``world``, ``launch``: where
+        neither torch.distributed nor a launcher tells them.
+
+        Raises :class:`ckptd.errors.StateError`, :class:`ConfigError`, :class:`ckptd.errors.DaemonError`,
+        :class:`ckptd.errors.RunInUse` before anything is written.
+        """
+        urls = (url,) if isinstance(url, str) else tuple(url)
+        if len(urls) != 1:
+            raise ConfigError(f"{len(urls)} URLs", hint="give the one root of the run; tiers are not there yet")
+        _check_settings(every_steps, every, slots, max_wait)
+        self._on_full: OnFull = on_full
+        self._on_error: OnError = on_error
+        self._max_wait = max_wait
+        self._takeover = takeover
+        topology = Topology.detect(rank, world, launch)
+        root = Root(normal_url(urls[0]), dict(storage_options or {}), topology.launch)
+        self._agreement = open_agreement(topology, root)
+        if not root.launch:
+            root = replace(root, launch=self._agreement.decide("launch", None, lambda _: uuid.uuid4().hex))
+        self._root = root
+        self._rank, self._world = topology.rank, topology.world
+        self._state = State(state, world=self._world, rng=rng)
+        first = self._state.capture()
+        Plan.of(first)  # a state that cannot be saved is refused now, and not hours later
+        for notice in first.notices:
+            _log.warning("%s", notice)
+        self._life: Life | None = None
+        self._closed = False
+        self._last_step = -1
+        self._boundary_step: int | None = None
+        self._deferred: list[tuple[Save, dict[str, float | None]]] = []
+        self._link = DaemonLink(
+            Path(socket) if socket is not None else default_socket(),
+            Hello(
+                protocol=messages.PROTOCOL,
+                urls=(root.url,),
+                rank=self._rank,
+                world=self._world,
+                launch=root.launch,
+                keep=msgspec.to_builtins(keep or Keep()),
+                storage_options=dict(root.options),
+                takeover=takeover,
+            ),
+        )
+        self._supply = ArenaSupply(self._link, world=self._world, slots=slots)
+        self._handles = Handles(slot_freed=self._supply.wake)
+        self._link.open(
+            on_event=self._handles.on_event,
+            on_renewed=self._supply.hand_over,
+            on_refused=self._handles.on_refused,
+        )
+        self._claim = WriterClaim(root)
+        self._stager = Stager(self._link.tell, overlap=overlap, check=check)
+        self._snapshots = Snapshots(self._state, self._supply, self._stager, rank=self._rank, world=self._world)
+        appointments = Appointments(self._agreement.store, self._rank, self._world, self._skip_missed)
+        self._schedule = Schedule(every_steps, every, appointments, self._rank)
+        self._pid = os.getpid()
+        _open.add(self)
+        if not self._supply.versions():
+            self._supply.grow(self._snapshots.slot_bytes_expected())
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def daemon_pid(self) -> int:
+        """The process that writes for this one, as it was when the session was opened last."""
+        return self._link.welcome.pid
+
+    # Restoring
+
+    def restore(self, step: Selector = "latest", *, required: bool = False, strict: bool = True) -> Restored:
+        """Restore the newest checkpoint that all ranks can have, or the one of a step, and open the next generation.
+
+        Memory first, then storage; everything is verified before the live state is touched, and a failed restore leaves
+        it as it was. ``step=0`` starts over from nothing, beside what is there. All ranks call this, in the same order.
+
+        Raises :class:`ckptd.errors.NoCheckpoint` where ``required`` and nothing was found, :class:`MismatchError` where
+        ``strict`` and names, shapes or dtypes do not fit, :class:`ckptd.errors.IntegrityError` where nothing verifies,
+        and the store's own error where it cannot tell.
+        """
+        self._check_open()
+        if self._life is not None:
+            raise UsageError("restore() comes before the first save, and once")
+        fresh = step == 0
+        if fresh:
+            restored = Restored()
+        else:
+            restorer = Restorer(self._state, self._agreement, self._root, self._supply, self._scratch)
+            restored = restorer.restore(step, required=required, strict=strict)
+        self._open_life(restored.version, fresh=fresh)
+        assert self._life is not None
+        restored.generation = self._life.generation
+        self._last_step = restored.step
+        self._supply.settle(self._snapshots.slot_bytes_expected())
+        return restored
+
+    def _scratch(self, size_bytes: int) -> memoryview | None:
+        ring = self._supply.current()
+        return None if ring is None else ring.scratch(size_bytes)
+
+    def _open_life(self, opened_from: Version | None, *, fresh: bool) -> Life:
+        if self._life is None:
+            opening = Opening(self._root.launch, self._world, opened_from, fresh, self._takeover)
+            self._life = open_life(self._agreement, self._claim, opening)
+        return self._life
+
+    # Saving
+
+    def step(self, step: int, **metrics: Any) -> Save | None:
+        """To be called once after each optimizer step (scheduler and averages included): reports progress, and saves
+        when a save is due. ``metrics``: numbers such as ``loss`` and ``grad_norm``; tensors are read, which waits for
+        their device.
+
+        Returns the handle of a save, or ``None``. Never raises for a save that failed, unless ``on_error="raise"``.
+        """
+        self._check_open()
+        self._report_failures()
+        due = self._schedule.due(step)
+        numbers = metrics_for_record(metrics)
+        self._beat(step, Phase.STEP, numbers)
+        if self._snapshots.boundary.crossed():
+            self._boundary_step = step
+            self._snapshots.boundary_passed()
+            for save, kept_metrics in self._take_deferred():
+                self._save_now(save, step, kept_metrics)
+        self._last_step = max(self._last_step, step)
+        return self._request(step, pin=False, reason="due", metrics=numbers) if due else None
+
+    def save(
+        self,
+        step: int,
+        *,
+        pin: bool = False,
+        reason: str | None = None,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> Save:
+        """Take a snapshot and hand it over. On return, whatever an optimizer does not own may be changed; the optimizer
+        step itself is held, by its hook or :meth:`fence`, until the rest is copied.
+
+        Inside gradient accumulation the snapshot is taken at the next boundary, and the handle is ``deferred`` till
+        then. A repeated save of a step returns the first one's handle. All ranks save the same steps.
+
+        Raises :class:`ckptd.errors.StateError` for a state that cannot be saved, before anything is written;
+        :class:`UsageError` for a call out of order. Everything else that fails ends on the handle.
+        """
+        self._check_open()
+        save = self._request(step, pin=pin, reason=reason or "", metrics=metrics_for_record(dict(metrics or {})))
+        if isinstance(save.error, StateError):
+            raise save.error
+        return save
+
+    def _request(self, step: int, *, pin: bool, reason: str, metrics: dict[str, float | None]) -> Save:
+        if not 0 <= step <= STEP_MAX:
+            raise UsageError(f"step {step} is not between 0 and {STEP_MAX}")
+        life = self._open_life(None, fresh=False)
+        known = self._handles.get(Version(step, life.generation))
+        if known is not None:
+            return known
+        save = Save(Version(step, life.generation), reason, pin=pin)
+        self._handles.add(save)
+        if self._at_boundary(step):
+            self._save_now(save, step, metrics)
+        else:
+            save.defer()
+            self._deferred.append((save, metrics))
+        return save
+
+    def _at_boundary(self, step: int) -> bool:
+        return step == self._boundary_step or self._snapshots.boundary.crossed()
+
+    def _take_deferred(self) -> list[tuple[Save, dict[str, float | None]]]:
+        deferred, self._deferred = self._deferred, []
+        return deferred
+
+    def _save_now(self, save: Save, step: int, metrics: Mapping[str, float | None]) -> None:
+        assert self._life is not None
+        save.begin(step)
+        self._handles.add(save)
+        try:
+            self._snapshots.take(save, self._life, metrics, wait_seconds=self._wait_seconds())
+        except Exception as error:  # whatever it is: a save that fails is no reason for the training to end
+            self._give_up(save, error)
+
+    def _wait_seconds(self) -> float:
+        return self._max_wait if self._on_full == "wait" else 0.0
+
+    def _give_up(self, save: Save, error: Exception) -> None:
+        """The step is not saved by this rank; the others are told, and let go."""
+        reason = first_line(error)
+        if isinstance(error, DeadlineExceeded):  # no slot became free
+            error = SaveError(reason) if self._on_full == "fail" else SaveSkipped(reason)
+        save.fail(error if isinstance(error, StateError) else as_save_error(error))
+        self._handles.report(save)
+        self._tell_skip(save.step, reason)
+
+    def _tell_skip(self, step: int, reason: str) -> None:
+        if self._life is not None:
+            life = self._life
+            self._link.tell(Skip(step=step, generation=life.generation, run=life.run, reason=reason[:1000]))
+
+    def _skip_missed(self, step: int) -> None:
+        """On the appointments' thread: the others save a step that this rank has passed."""
+        self._tell_skip(step, f"rank {self._rank} heard of the appointment after it had passed step {step}")
+
+    def fence(self) -> None:
+        """Wait until no copy is in flight, before parameters or optimizer state are changed by something that torch's
+        optimizer hooks do not see."""
+        self._stager.wait()
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until everything that was handed over is committed. ``timeout`` in seconds.
+
+        Raises the first save's error that failed, :class:`DeadlineExceeded` when the time is up.
+        """
+        self._stager.wait()
+        stop = None if timeout is None else time.monotonic() + timeout
+        for save in self._handles.unfinished():
+            if save.state == "deferred":
+                continue  # it waits for the training, not for the daemon
+            save.wait("committed", None if stop is None else max(stop - time.monotonic(), 0.0))
+
+    # Progress
+
+    def _beat(self, step: int, phase: Phase, metrics: Mapping[str, float | None]) -> None:
+        ring = self._supply.current()
+        if ring is not None:
+            nan = float("nan")
+            loss, norm = metrics.get("loss"), metrics.get("grad_norm")
+            ring.arena.status.beat(step, phase, nan if loss is None else loss, nan if norm is None else norm)
+
+    def _report_failures(self) -> None:
+        for save in self._handles.take_unreported():
+            _log.error("the save of step %d failed: %s", save.step, save.error)
+            if self._on_error == "raise" and save.error is not None:
+                raise save.error
+
+    # Ending
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("the checkpointer is closed")
+        if os.getpid() != self._pid:
+            raise UsageError("this is a forked child; the checkpointer belongs to its parent")
+
+    def close(self, timeout: float | None = 600.0) -> None:
+        """Wait until everything is committed, and end the session. Idempotent.
+
+        Raises the error of the newest save if that failed, so that a run whose last checkpoint is missing does not end
+        as if all were well; :class:`DeadlineExceeded` when ``timeout`` seconds are over (the daemon goes on).
+        """
+        if self._closed:
+            return
+        for save, _ in self._take_deferred():
+            self._give_up(save, SaveSkipped(f"no boundary came after step {save.step} was asked for"))
+        try:
+            self.flush(timeout)
+        finally:
+            self._end()
+        newest = self._handles.newest()
+        if newest is not None and newest.error is not None:
+            raise newest.error
+
+    def _end(self) -> None:
+        self._closed = True
+        _open.discard(self)
+        self._snapshots.fence.close()
+        self._stager.close()
+        self._schedule.appointments.close()
+        self._claim.close()
+        self._link.close()
+        self._supply.close()
+
+    def abandon(self) -> None:
+        """At the interpreter's exit without :meth:`close`: seal what is being copied; the daemon does the rest."""
+        if not self._closed:
+            self._stager.wait()
+
+    def forget(self) -> None:
+        """In a forked child: the session is the parent's."""
+        self._closed = True
+        self._link.forget()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # The training's own error is the one to be seen.
+        try:
+            self.close()
+        except CkptdError as second:
+            _log.error("while the training ended with an error: %s", second)
+
+
+def _check_settings(every_steps: int | None, every: float | None, slots: int, max_wait: float) -> None:
+    problems: list[str] = []
+    if every_steps is not None and every_steps < 1:
+        problems.append(f"every_steps={every_steps} is less than 1")
+    if every is not None and every <= 0:
+        problems.append(f"every={every} is not a positive number of seconds")
+    if slots < 1:
+        problems.append(f"slots={slots} is less than 1")
+    if max_wait < 0:
+        problems.append(f"max_wait={max_wait} is negative")
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def _forget_all() -> None:
+    for checkpointer in list(_open):
+        checkpointer.forget()
+
+
+def _abandon_all() -> None:
+    for checkpointer in list(_open):
+        checkpointer.abandon()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+atexit.register(_abandon_all)

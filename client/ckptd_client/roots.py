@@ -1,0 +1,34 @@
+"""A root as the client uses it: with retries and limits, for the length of one visit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+from ckptd.storage import Backend, Limits, StorageOptions, open_backend, with_standard_wrappers
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """Where a run lies, and how to get there. The options may hold secrets: they are not in the ``repr``."""
+
+    url: str
+    options: StorageOptions
+    launch: str
+
+    def __repr__(self) -> str:
+        return f"Root({self.url!r})"
+
+    @property
+    def holder(self) -> str:
+        """This process, as others are told who holds a claim."""
+        return f"{socket.gethostname()}, process {os.getpid()}, launch {self.launch}"
+
+    @contextlib.asynccontextmanager
+    async def visit(self) -> AsyncGenerator[Backend, None]:
+        """The backend, closed at the end."""
+        async with contextlib.aclosing(open_backend(self.url, self.options)) as bare:
+            yield with_standard_wrappers(bare, Limits())

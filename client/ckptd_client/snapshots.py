@@ -1,0 +1,111 @@
+"""Taking snapshots: from the live state to a slot of the arena, of the right size and in time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+from ckptd.format import records
+from ckptd.format.records import Snapshot
+from ckptd_client.capture import Capture, State
+from ckptd_client.estimate import expected_growth_bytes
+from ckptd_client.generation import Life
+from ckptd_client.save import Save
+from ckptd_client.staging.fence import Boundary, Fence
+from ckptd_client.staging.plan import Plan
+from ckptd_client.staging.ring import Ring
+from ckptd_client.staging.stager import Stager
+from ckptd_client.supply import ArenaSupply
+
+DOC_BYTES_SPARE = 65536
+"""Of a snapshot's record beyond its layout and state tree."""
+
+
+class Snapshots:
+    """Snapshots of one rank's state. Belongs to the training thread."""
+
+    def __init__(self, state: State, supply: ArenaSupply, stager: Stager, *, rank: int, world: int) -> None:
+        self._state = state
+        self._supply = supply
+        self._stager = stager
+        self._rank = rank
+        self._world = world
+        self._capture: Capture | None = None
+        self._plan: Plan | None = None
+        self._arena_settled = False
+        self.fence = Fence(state.optimizers, stager.step_begins, stager.step_ends)
+        self.boundary = Boundary(lambda: self.fence.steps, state.scalers, watched=bool(state.optimizers()))
+
+    def take(self, save: Save, life: Life, metrics: Mapping[str, float | None], *, wait_seconds: float) -> None:
+        """Copy the state into a slot; the copy of what has earned it goes on after the return, see :class:`Stager`.
+
+        Raises :class:`ckptd.errors.StateError` for a state that cannot be saved,
+        :class:`ckptd.errors.DeadlineExceeded` where no slot becomes free in time, and
+        :class:`ckptd.errors.ResourceError` where there is no memory; nothing was written then.
+        """
+        started = time.monotonic()
+        self._stager.wait()  # one copy at a time
+        capture, plan = self._planned()
+        doc = self._doc(save, life, capture, plan, metrics)
+        ring = self._ring_for(plan, len(doc))
+        slot = ring.take(plan, capture.leaves, doc, save.version, seconds=wait_seconds)
+        save.stats.wait_seconds = slot.waited_seconds
+        save.stats.bytes = plan.shard_bytes
+        save.ref = slot.ref
+        self._stager.stage(capture.leaves, plan, slot, save)
+        save.stats.stall_seconds += time.monotonic() - started
+
+    def _planned(self) -> tuple[Capture, Plan]:
+        capture = self._state.capture()
+        if self._plan is None or self._capture is None or capture.structure is not self._capture.structure:
+            self._plan = Plan.of(capture)
+        self._capture = capture
+        return capture, self._plan
+
+    def _doc(self, save: Save, life: Life, capture: Capture, plan: Plan, metrics: Mapping[str, float | None]) -> bytes:
+        return records.encode(
+            Snapshot(
+                generation=save.version.generation,
+                launch=life.launch,
+                layout=plan.layout,
+                metrics=dict(metrics),
+                parent=life.parent,
+                parts=capture.parts,
+                pin=save.pin,
+                rank=self._rank,
+                run=life.run,
+                step=save.step,
+                tree=msgspec.Raw(capture.tree),
+                world=self._world,
+            )
+        )
+
+    # Memory
+
+    def _ring_for(self, plan: Plan, doc_bytes: int) -> Ring:
+        ring = self._supply.renewed()
+        if ring is None or not ring.fits(plan, doc_bytes):
+            ring = self._supply.ring(plan.slot_bytes(doc_bytes))
+        return ring
+
+    def slot_bytes_expected(self) -> int:
+        """Of a slot for the state as it will be once the optimizers have made theirs."""
+        capture, plan = self._planned()
+        growth = expected_growth_bytes(self._state.optimizers())
+        doc_bytes = len(plan.layout) * (2 if growth else 1) + len(capture.tree) * 2 + DOC_BYTES_SPARE
+        return plan.slot_bytes(doc_bytes + growth)
+
+    def boundary_passed(self) -> None:
+        """A training step is over. After the first one, when the optimizers have made their state, a larger arena is
+        asked for where it turns out not to fit, so that the first save does not wait for it."""
+        self._stager.boundary_passed()
+        if self.fence.steps == 0 or self._arena_settled:
+            return
+        self._arena_settled = True
+        ring = self._supply.current()
+        capture, plan = self._planned()
+        doc_bytes = len(plan.layout) + len(capture.tree) + DOC_BYTES_SPARE
+        if ring is None or not ring.fits(plan, doc_bytes):
+            self._supply.grow(plan.slot_bytes(doc_bytes))

@@ -1,0 +1,192 @@
+"""Where the arena comes from: a predecessor's, or a new one that the daemon makes before it is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from ckptd.arena import Arena
+from ckptd.errors import DaemonError, ResourceError
+from ckptd.format.keys import Version
+from ckptd.wire.messages import AwaitIdle, BorrowArena, Done, DropArena, HandArena, MakeArena, SnapshotOffer
+from ckptd_client.link import DaemonLink
+from ckptd_client.staging import cuda
+from ckptd_client.staging.ring import Ring
+
+ARENA_SECONDS = 600.0
+"""How long the daemon may take to make an arena: page by page, at 1 to 5 GB/s."""
+IDLE_SECONDS = 120.0
+"""How long a restore waits for saves that are still in flight."""
+
+_log = logging.getLogger(__name__)
+
+
+class ArenaSupply:
+    """The ring of this rank, and the snapshots that a predecessor left.
+
+    Arenas are made in a thread, so that neither construction nor a training step waits for memory; the first save
+    does, where it comes too early.
+    """
+
+    def __init__(self, link: DaemonLink, *, world: int, slots: int) -> None:
+        self._link = link
+        self._world = world
+        self._slots = slots
+        self._borrowed: dict[str, Arena] = {}
+        self._maker = ThreadPoolExecutor(1, thread_name_prefix="ckptd-arena")
+        self._ring: Ring | None = None
+        self._next: Future[Ring] | None = None
+        self._next_bytes = 0
+
+    # Snapshots that were left
+
+    def versions(self) -> list[Version]:
+        """Snapshots of this rank that can be restored from memory."""
+        return list(self._offers())
+
+    def _offers(self) -> dict[Version, SnapshotOffer]:
+        offers = self._link.welcome.offers
+        return {Version(offer.step, offer.generation): offer for offer in offers if offer.world == self._world}
+
+    def locate(self, version: Version) -> tuple[Arena, int]:
+        """The arena, mapped, and the slot of a snapshot. Raises :class:`DaemonError` where it is gone."""
+        offer = self._offers()[version]
+        arena = self._borrow(offer.arena)
+        if arena.record(offer.slot).ticket != offer.ticket:
+            raise DaemonError(f"the snapshot of step {version.step} is no longer in memory")
+        return arena, offer.slot
+
+    def await_idle(self) -> None:
+        """Wait, bounded, until the daemon has no save of this rank in flight."""
+        request = AwaitIdle(deadline_seconds=IDLE_SECONDS)
+        try:
+            self._link.ask(request, Done, seconds=IDLE_SECONDS + 10)
+        except DaemonError as error:
+            _log.warning("saves in flight could not be awaited: %s", error)
+
+    def _borrow(self, arena_id: str) -> Arena:
+        if arena_id not in self._borrowed:
+            fd = self._link.ask_for_arena(BorrowArena(arena=arena_id), seconds=ARENA_SECONDS)
+            self._borrowed[arena_id] = _prepared(Arena(fd))
+        return self._borrowed[arena_id]
+
+    # The ring
+
+    def settle(self, slot_bytes: int) -> None:
+        """Choose the arena to write in, once it is known what lies in those that were left: one of these where it is
+        large enough, else a new one, made in the background."""
+        for arena_id in {offer.arena for offer in self._link.welcome.offers}:
+            try:
+                arena = self._borrow(arena_id)
+            except (DaemonError, ResourceError) as error:
+                _log.warning("the arena of a predecessor is not used: %s", error)
+                continue
+            if self._ring is None and arena.shape.slot_bytes >= slot_bytes and arena.shape.slots >= self._slots:
+                self._ring = Ring(arena)
+            else:
+                self._drop(arena)
+        self._borrowed.clear()
+        if self._ring is None:
+            self.grow(slot_bytes)
+
+    def grow(self, slot_bytes: int) -> None:
+        """Have a larger arena made in the background; the present one serves until it is there."""
+        if slot_bytes > self._next_bytes and (self._ring is None or slot_bytes > self._ring.arena.shape.slot_bytes):
+            if self._next is not None:  # too small by now, and nobody has used it
+                self._next.add_done_callback(self._discard)
+            self._next_bytes = slot_bytes
+            self._next = self._maker.submit(self._make, slot_bytes)
+
+    def _discard(self, made: Future[Ring]) -> None:
+        if not made.cancelled() and made.exception() is None:
+            self._drop(made.result().arena)
+
+    def ring(self, slot_bytes: int) -> Ring:
+        """A ring whose slots have at least so many bytes. Waits for one in the making; raises :class:`ResourceError`
+        where there is not enough memory."""
+        if self._ring is None or self._ring.arena.shape.slot_bytes < slot_bytes:
+            self.grow(slot_bytes)
+            self._adopt(wait=True)
+        assert self._ring is not None
+        return self._ring
+
+    def current(self) -> Ring | None:
+        """The ring in use."""
+        return self._ring
+
+    def renewed(self) -> Ring | None:
+        """The ring in use, or the new one where it has become ready. To be called while nothing is being copied."""
+        try:
+            self._adopt(wait=False)
+        except (DaemonError, ResourceError) as error:
+            _log.warning("a larger arena could not be had: %s", error)
+        return self._ring
+
+    def _adopt(self, *, wait: bool) -> None:
+        if self._next is None or not (wait or self._next.done()):
+            return
+        made, self._next = self._next, None
+        try:
+            fresh = made.result()
+        except (DaemonError, ResourceError):
+            self._next_bytes = 0
+            raise
+        if self._ring is not None:
+            self._drop(self._ring.arena)
+        self._ring = fresh
+
+    def _drop(self, arena: Arena) -> None:
+        """Give an arena up: the daemon keeps it until its snapshots are durable."""
+        with contextlib.suppress(DaemonError):  # one that is gone keeps nothing
+            self._link.ask(DropArena(arena=arena.id), Done)
+        arena.close()
+
+    def _make(self, slot_bytes: int) -> Ring:
+        try:
+            return self._make_with(self._slots, slot_bytes)
+        except ResourceError as error:
+            if self._slots == 1:
+                raise
+            _log.warning("%d slots of %d bytes do not fit, so one is used: %s", self._slots, slot_bytes, error)
+            return self._make_with(1, slot_bytes)
+
+    def _make_with(self, slots: int, slot_bytes: int) -> Ring:
+        request = MakeArena(slots=slots, slot_bytes=slot_bytes)
+        return Ring(_prepared(Arena(self._link.ask_for_arena(request, seconds=ARENA_SECONDS))))
+
+    def wake(self) -> None:
+        """A slot has become reusable. From any thread."""
+        if self._ring is not None:
+            self._ring.wake()
+
+    # The daemon came back
+
+    def hand_over(self) -> None:
+        """Give the arena to a daemon that has replaced the one that made it."""
+        if self._ring is not None:
+            arena = self._ring.arena
+            self._link.ask(HandArena(arena=arena.id), Done, fd=arena.fd)
+
+    def close(self) -> None:
+        """Let go of all arenas; the daemon keeps what it needs."""
+        self._maker.shutdown(cancel_futures=True)
+        arenas = list(self._borrowed.values())
+        if self._ring is not None:
+            arenas.append(self._ring.arena)
+        if self._next is not None and not self._next.cancelled() and self._next.exception() is None:
+            arenas.append(self._next.result().arena)
+        self._ring = self._next = None
+        self._borrowed.clear()
+        for arena in arenas:
+            arena.close()
+
+
+def _prepared(arena: Arena) -> Arena:
+    arena.hide_from_children()
+    arena.populate()
+    if torch.cuda.is_available():
+        cuda.pin(arena)
+    return arena

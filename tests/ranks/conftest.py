@@ -1,0 +1,149 @@
+"""Rank processes that outlive a test, so that torch is imported once for each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from devtools.processes import kill_group
+from tests.client.conftest import daemon, own_daemon
+from tests.conftest import OURS
+
+__all__ = ["daemon", "own_daemon"]
+
+ANSWER_SECONDS = 60
+
+
+class Rank:
+    """One worker process, started again when it was killed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Idempotent."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", "tests.ranks.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+                env={name: value for name, value in os.environ.items() if name != OURS},  # no single test's own
+            )
+
+    def do(self, what: str, **options: Any) -> dict[str, Any]:
+        """Have it done, and give the answer. Raises :class:`RankError` with the rank's own error."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"do": what, **options}).encode() + b"\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RankError("Died", f"the rank ended during {what}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise RankError(answer["error"], answer["message"] + "\n" + answer["trace"])
+        return answer
+
+    def signal(self, number: int) -> None:
+        """SIGSTOP, SIGCONT and the like."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self._process is not None:
+            kill_group(self._process)
+            for stream in (self._process.stdin, self._process.stdout):
+                if stream is not None:
+                    stream.close()
+            self._process = None
+
+
+class RankError(Exception):
+    """What a rank raised."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+
+
+class Ranks:
+    """A world of workers."""
+
+    def __init__(self, workers: list[Rank]) -> None:
+        self._workers = workers
+        self.world = 1
+
+    def open(self, url: str, world: int, sockets: Path | list[Path], launch: str = "", **options: Any) -> None:
+        """All ranks of one start."""
+        self.world = world
+        places = sockets if isinstance(sockets, list) else [sockets] * world
+        same = {"url": url, "world": world, "launch": launch or uuid.uuid4().hex, **options}
+        for rank in range(world):
+            self[rank].start()  # here: a process dies with the thread that started it
+        self.each("open", lambda rank: {"rank": rank, "socket": str(places[rank]), **same})
+
+    def __getitem__(self, rank: int) -> Rank:
+        return self._workers[rank]
+
+    def each(
+        self, what: str, options: Callable[[int], dict[str, Any]] | None = None, **same: Any
+    ) -> list[dict[str, Any]]:
+        """The same request to all ranks at once; their answers by rank. Raises the first rank's error."""
+        with ThreadPoolExecutor(self.world) as pool:
+            calls = [
+                pool.submit(self[rank].do, what, **(options(rank) if options else same)) for rank in range(self.world)
+            ]
+            try:
+                return [call.result(ANSWER_SECONDS) for call in calls]
+            except TimeoutError:
+                self.kill()  # or their threads would be waited for without end
+                raise
+
+    def kill(self) -> None:
+        """SIGKILL all."""
+        for rank in range(self.world):
+            self[rank].kill()
+
+    def train(self, first: int, last: int) -> list[dict[str, Any]]:
+        """Steps ``first`` to ``last``, all ranks side by side; the answers to the last."""
+        for step in range(first, last + 1):
+            answers = self.each("train", step=step)
+        return answers
+
+
+@pytest.fixture(scope="session")
+def workers(private_folders: Path) -> Iterator[list[Rank]]:
+    """Four of them; started when first asked."""
+    found = [Rank() for _ in range(4)]
+    for rank in found:
+        rank.start()
+    yield found
+    for rank in found:
+        rank.kill()
+
+
+@pytest.fixture
+def ranks(workers: list[Rank]) -> Iterator[Ranks]:
+    """A world for one test."""
+    found = Ranks(workers)
+    yield found
+    for worker in workers:
+        worker.start()
+        try:
+            worker.do("close")
+        except RankError:
+            worker.kill()
+    for worker in workers:
+        worker.start()  # outside of what the next test counts as its own

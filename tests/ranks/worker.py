@@ -1,0 +1,93 @@
+"""One rank of a group of plain processes, told what to do line by line; reused from test to test.
+
+Each line on standard input is a JSON object with a ``do``; each is answered by one JSON line on standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from typing import Any
+
+import torch
+
+from ckptd_client import Checkpointer, Keep, Save
+from tests.client.conftest import Training
+
+
+class Worker:
+    """Holds one checkpointer at a time."""
+
+    def __init__(self) -> None:
+        self.ckpt: Checkpointer | None = None
+        self.training = Training(width=16, layers=2)
+        self.saves: dict[int, Save] = {}
+
+    def open(self, url: str, rank: int, world: int, launch: str, socket: str, **options: Any) -> dict[str, Any]:
+        """A new training and checkpointer of this rank."""
+        self.training = Training(width=16, layers=2, seed=rank)
+        self.saves = {}
+        options.setdefault("keep", 50)
+        options["keep"] = Keep(last=options["keep"])
+        self.ckpt = Checkpointer(
+            url, self.training.state, rank=rank, world=world, launch=launch, socket=socket, **options
+        )
+        return {}
+
+    def restore(self, **options: Any) -> dict[str, Any]:
+        assert self.ckpt is not None
+        restored = self.ckpt.restore(**options)
+        return {
+            "step": restored.step,
+            "source": restored.source,
+            "generation": restored.generation,
+            "notices": list(restored.report.notices),
+            "weights": self.weights(),
+        }
+
+    def weights(self) -> list[str]:
+        return [parameter.sum().item().hex() for parameter in self.training.model.parameters()]
+
+    def train(self, step: int) -> dict[str, Any]:
+        """One training step, and a save if the schedule says so."""
+        assert self.ckpt is not None
+        loss = self.training.step()
+        save = self.ckpt.step(step, loss=loss)
+        if save is not None:
+            self.saves[step] = save
+        return {"saved": save is not None, "weights": self.weights()}
+
+    def save(self, step: int) -> dict[str, Any]:
+        """A training step, and a save of it."""
+        assert self.ckpt is not None
+        self.training.step()
+        self.saves[step] = self.ckpt.save(step)
+        return {}
+
+    def wait(self, step: int, stage: str = "committed") -> dict[str, Any]:
+        self.saves[step].wait(stage, timeout=60)  # type: ignore[arg-type]
+        return {"state": self.saves[step].state}
+
+    def close(self) -> dict[str, Any]:
+        if self.ckpt is not None:
+            ckpt, self.ckpt = self.ckpt, None
+            ckpt.close(60)
+        return {}
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    torch.set_num_threads(1)
+    worker = Worker()
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = getattr(worker, request.pop("do"))(**request)
+        except Exception as error:
+            answer = {"error": type(error).__name__, "message": str(error), "trace": traceback.format_exc()}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
