@@ -1,0 +1,1 @@
+"""Training scripts that use ckptd as a user would. Nothing in here is part of the distribution."""
