@@ -133,8 +133,8 @@ class Arena:
             raise
 
     def allocate(self) -> None:
-        """Give every page its memory now, and map it, so that no save pays for it. Blocking, about 0.3 s per GiB, without
-        the GIL.
+        """Give every page its memory now, and map it, so that no save pays for it. Blocking, about 0.3 s per GiB,
+        without the GIL.
 
         Raises :class:`ResourceError` where there is not enough.
         """

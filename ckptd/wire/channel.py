@@ -6,10 +6,9 @@ import os
 import socket
 import stat
 import struct
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-
-import platformdirs
 
 from ckptd.errors import AccessDenied, ProtocolError
 from ckptd.limits import MESSAGE_BYTES_MAX
@@ -32,7 +31,11 @@ class Peer:
 def default_socket() -> Path:
     """``$CKPTD_SOCKET``, else ``daemon.sock`` in a folder of this user's own."""
     given = os.environ.get(SOCKET_VARIABLE)
-    return Path(given) if given else Path(platformdirs.user_runtime_path("ckptd")) / "daemon.sock"
+    if given:
+        return Path(given)
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(runtime) / "ckptd" if runtime else Path(tempfile.gettempdir()) / f"ckptd-{os.geteuid()}"
+    return folder / "daemon.sock"
 
 
 def prepare_folder(path: Path, *, mode: int = 0o700) -> None:

@@ -62,9 +62,20 @@ _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 class Checkpointer:
     """Asynchronous checkpoints of a training state: a point-in-time copy in shared memory, and a daemon that does the
-    rest.
+    rest. Use it as a context manager, or call :meth:`close`. Not thread-safe: all methods belong to the training
+    thread.
 
-    Use it as a context manager, or call :meth:`close`. Not thread-safe: all methods belong to the training thread.
+    ``url``: the run's root, ``file:///…``, ``s3://bucket/prefix``, any fsspec URL, or a plain path. ``state``: a dict
+    of name → anything with ``state_dict``/``load_state_dict``, or tensors and plain values in nested dicts and lists.
+    ``every_steps``, ``every`` (seconds): when :meth:`step` saves. ``keep``: what retention leaves. ``slots``:
+    snapshots held at once; two let one be written while the next is taken. ``overlap``: copy parameters and optimizer
+    state during the next forward and backward, where that has proved safe. ``check``: how a mixture is looked for;
+    ``"full"`` compares every byte. ``on_full``: with no free slot ``"wait"`` at most ``max_wait`` seconds and then
+    skip, ``"skip"`` at once, or ``"fail"``. ``rng``: include all random-number generators. ``socket``: the daemon's,
+    else ``$CKPTD_SOCKET``, else a private folder. ``on_error="raise"``: a failed save raises at the next
+    :meth:`step`; else it is logged, and found on its handle. ``takeover``: take the run from a live owner.
+    ``start_daemon=False``: where no daemon answers, wait for the one that somebody else runs. ``rank``, ``world``,
+    ``launch``: where neither torch.distributed nor a launcher tells them.
     """
 
     def __init__(
@@ -85,63 +96,32 @@ class Checkpointer:
         storage_options: Mapping[str, Any] | None = None,
         on_error: OnError = "log",
         takeover: bool = False,
+        start_daemon: bool = True,
         rank: int | None = None,
         world: int | None = None,
         launch: str | None = None,
     ) -> None:
-        """Connect to the daemon, starting one where none runs.
+        """Agree with the other ranks, and connect to the daemon, starting one where none runs.
 
-        ``url``: the run's root, ``file:///…``, ``s3://bucket/prefix``, any fsspec URL, or a plain path. ``state``: a
-        dict of name → anything with ``state_dict``/``load_state_dict``, or tensors and plain values in nested dicts and
-        lists. ``every_steps``, ``every`` (seconds): when :meth:`step` saves. ``slots``: snapshots held at once; two let
-        one be written while the next is taken. ``overlap``: copy parameters and optimizer state during the next
-        forward and backward where that has proved safe. ``check``: how a mixture is looked for; ``"full"`` compares
-        every byte. ``on_full``: with no free slot ``"wait"`` at most ``max_wait`` seconds and then skip, ``"skip"`` at
-        once, or ``"fail"``. ``on_error="raise"``: a failed save raises at the next :meth:`step`; else it is logged, and
-        found on its handle. ``takeover``: take the run from a live owner. ``rank``, ``world``, ``launch``: where
-        neither torch.distributed nor a launcher tells them.
-
-        Raises :class:`ckptd.errors.StateError`, :class:`ConfigError`, :class:`ckptd.errors.DaemonError`,
-        :class:`ckptd.errors.RunInUse` before anything is written.
+        Raises :class:`StateError` for a state that cannot be saved, :class:`ConfigError`,
+        :class:`ckptd.errors.DaemonError`, :class:`ckptd.errors.RunInUse`; nothing was written then.
         """
-        urls = (url,) if isinstance(url, str) else tuple(url)
-        if len(urls) != 1:
-            raise ConfigError(f"{len(urls)} URLs", hint="give the one root of the run; tiers are not there yet")
         _check_settings(every_steps, every, slots, max_wait)
         self._on_full: OnFull = on_full
         self._on_error: OnError = on_error
         self._max_wait = max_wait
         self._takeover = takeover
         topology = Topology.detect(rank, world, launch)
-        root = Root(normal_url(urls[0]), dict(storage_options or {}), topology.launch)
+        self._rank, self._world = topology.rank, topology.world
+        self._state = State(state, world=self._world, rng=rng)
+        _refuse_unsavable(self._state)
+        root = Root(_only_url(url), dict(storage_options or {}), topology.launch)
         self._agreement = open_agreement(topology, root)
         if not root.launch:
             root = replace(root, launch=self._agreement.decide("launch", None, lambda _: uuid.uuid4().hex))
         self._root = root
-        self._rank, self._world = topology.rank, topology.world
-        self._state = State(state, world=self._world, rng=rng)
-        first = self._state.capture()
-        Plan.of(first)  # a state that cannot be saved is refused now, and not hours later
-        for notice in first.notices:
-            _log.warning("%s", notice)
-        self._life: Life | None = None
-        self._closed = False
-        self._last_step = -1
-        self._boundary_step: int | None = None
-        self._deferred: list[tuple[Save, dict[str, float | None]]] = []
-        self._link = DaemonLink(
-            Path(socket) if socket is not None else default_socket(),
-            Hello(
-                protocol=messages.PROTOCOL,
-                urls=(root.url,),
-                rank=self._rank,
-                world=self._world,
-                launch=root.launch,
-                keep=msgspec.to_builtins(keep or Keep()),
-                storage_options=dict(root.options),
-                takeover=takeover,
-            ),
-        )
+        path = Path(socket) if socket is not None else default_socket()
+        self._link = DaemonLink(path, self._hello(keep or Keep()), start_daemon=start_daemon)
         self._supply = ArenaSupply(self._link, world=self._world, slots=slots)
         self._handles = Handles(slot_freed=self._supply.wake)
         self._link.open(
@@ -154,10 +134,26 @@ class Checkpointer:
         self._snapshots = Snapshots(self._state, self._supply, self._stager, rank=self._rank, world=self._world)
         appointments = Appointments(self._agreement.store, self._rank, self._world, self._skip_missed)
         self._schedule = Schedule(every_steps, every, appointments, self._rank)
+        self._life: Life | None = None
+        self._boundary_step: int | None = None
+        self._deferred: list[tuple[Save, dict[str, float | None]]] = []
+        self._closed = False
         self._pid = os.getpid()
         _open.add(self)
         if not self._supply.versions():
             self._supply.grow(self._snapshots.slot_bytes_expected())
+
+    def _hello(self, keep: Keep) -> Hello:
+        return Hello(
+            protocol=messages.PROTOCOL,
+            urls=(self._root.url,),
+            rank=self._rank,
+            world=self._world,
+            launch=self._root.launch,
+            keep=msgspec.to_builtins(keep),
+            storage_options=dict(self._root.options),
+            takeover=self._takeover,
+        )
 
     @property
     def rank(self) -> int:
@@ -192,7 +188,6 @@ class Checkpointer:
         self._open_life(restored.version, fresh=fresh)
         assert self._life is not None
         restored.generation = self._life.generation
-        self._last_step = restored.step
         self._supply.settle(self._snapshots.slot_bytes_expected())
         return restored
 
@@ -225,7 +220,6 @@ class Checkpointer:
             self._snapshots.boundary_passed()
             for save, kept_metrics in self._take_deferred():
                 self._save_now(save, step, kept_metrics)
-        self._last_step = max(self._last_step, step)
         return self._request(step, pin=False, reason="due", metrics=numbers) if due else None
 
     def save(
@@ -396,6 +390,21 @@ class Checkpointer:
             self.close()
         except CkptdError as second:
             _log.error("while the training ended with an error: %s", second)
+
+
+def _only_url(url: str | Sequence[str]) -> str:
+    urls = (url,) if isinstance(url, str) else tuple(url)
+    if len(urls) != 1:
+        raise ConfigError(f"{len(urls)} URLs", hint="give the one root of the run; tiers are not there yet")
+    return normal_url(urls[0])
+
+
+def _refuse_unsavable(state: State) -> None:
+    """A state that cannot be saved is refused now, and not hours later."""
+    capture = state.capture()
+    Plan.of(capture)
+    for notice in capture.notices:
+        _log.warning("%s", notice)
 
 
 def _check_settings(every_steps: int | None, every: float | None, slots: int, max_wait: float) -> None:

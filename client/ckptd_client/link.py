@@ -202,33 +202,26 @@ class DaemonLink:
     # Connecting
 
     def _connect(self, seconds: float) -> socket.socket:
-        """A connected socket; starts a daemon where none answers."""
+        """A connected socket; starts a daemon where none answers, and where that is another's task, waits for it."""
         started = False
-        for attempt in Retrying(
-            retry=retry_if_exception_type((FileNotFoundError, ConnectionError)),
-            stop=stop_after_delay(seconds),
-            wait=wait_random_exponential(multiplier=0.02, max=0.5),
-            reraise=True,
-        ):
-            with attempt:
-                try:
-                    return self._connect_once()
-                except (FileNotFoundError, ConnectionError) as error:
+        try:
+            for attempt in Retrying(
+                retry=retry_if_exception_type((FileNotFoundError, ConnectionError)),
+                stop=stop_after_delay(seconds),
+                wait=wait_random_exponential(multiplier=0.02, max=0.5),
+                reraise=True,
+            ):
+                with attempt:
                     if self._closed:
-                        raise DaemonError("the link was closed") from None
-                    if not self._start_daemon:
-                        raise DaemonError(
-                            f"no daemon at {self._path}: {error}", hint="start one with: ckptd serve"
-                        ) from None
-                    if not started or self._daemon_is_gone():
-                        self._spawn()
+                        raise DaemonError("the link was closed")
+                    if attempt.retry_state.attempt_number > 1 and self._start_daemon:
+                        if not started or self._daemon_is_gone():
+                            self._spawn()
                         started = True
-                    if (attempt.retry_state.seconds_since_start or 0.0) > seconds - 1:
-                        raise DaemonError(
-                            f"the daemon that was started at {self._path} does not answer",
-                            hint=f"see {log_path(self._path)}",
-                        ) from None
-                    raise
+                    return self._connect_once()
+        except (FileNotFoundError, ConnectionError) as error:
+            hint = f"see {log_path(self._path)}" if started else "start one with: ckptd serve"
+            raise DaemonError(f"no daemon answers at {self._path}: {error}", hint=hint) from None
         raise AssertionError("unreachable: the loop above returns or raises")
 
     def _connect_once(self) -> socket.socket:

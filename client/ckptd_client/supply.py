@@ -150,8 +150,8 @@ class ArenaSupply:
         except ResourceError as error:
             if self._slots == 1:
                 raise
-            _log.warning("%d slots of %d bytes do not fit, so one is used: %s", self._slots, slot_bytes, error)
-            return self._make_with(1, slot_bytes)
+            _log.warning("%d slots of %d bytes do not fit, so one is used: %s", self._slots, slot_bytes, str(error))
+        return self._make_with(1, slot_bytes)
 
     def _make_with(self, slots: int, slot_bytes: int) -> Ring:
         request = MakeArena(slots=slots, slot_bytes=slot_bytes)

@@ -15,17 +15,8 @@ from ckptd.errors import DaemonError, FormatError, RunInUse, UsageError
 from ckptd.format.keys import Version, manifest_key
 from ckptd.wire.messages import Committed, Done, Durable, Failed, HandArena, Sealed, SlotRef
 from devtools.processes import wait_until
-from tests.daemon.trainer import (
-    DaemonProcess,
-    Member,
-    Trainer,
-    Victim,
-    check_committed,
-    daemon_at,
-    manifest,
-    run_folder,
-    trainer,
-)
+from tests.daemon.stored import check_committed, manifest, run_folder
+from tests.daemon.trainer import DaemonProcess, Member, Trainer, Victim, daemon_at, trainer
 
 SLOW = ("--bandwidth", "1")
 PARTS = {"part_bytes": 65536}

@@ -14,16 +14,8 @@ from ckptd.format.keys import Version, manifest_key
 from ckptd.wire import messages
 from ckptd.wire.messages import Committed, Durable, Failed
 from devtools.processes import wait_until
-from tests.daemon.trainer import (
-    DaemonProcess,
-    Member,
-    Trainer,
-    check_committed,
-    daemon_at,
-    manifest,
-    run_folder,
-    trainer,
-)
+from tests.daemon.stored import check_committed, manifest, run_folder
+from tests.daemon.trainer import DaemonProcess, Member, Trainer, daemon_at, trainer
 
 QUICK = ("--commit-takeover", "0.3")
 

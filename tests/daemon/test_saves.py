@@ -13,17 +13,8 @@ from ckptd.format.records import GenerationRecord, Skipped, decode, encode
 from ckptd.wire import messages
 from ckptd.wire.messages import Committed, Failed, Filled, Sealed, SlotRef
 from devtools.processes import wait_until
-from tests.daemon.trainer import (
-    RUN,
-    DaemonProcess,
-    Member,
-    Trainer,
-    check_committed,
-    manifest,
-    receipt,
-    run_folder,
-    trainer,
-)
+from tests.daemon.stored import check_committed, manifest, receipt, run_folder
+from tests.daemon.trainer import RUN, DaemonProcess, Member, Trainer, trainer
 
 PARTS = {"part_bytes": 65536}
 

@@ -20,16 +20,8 @@ from ckptd.limits import MESSAGE_BYTES_MAX
 from ckptd.wire import channel, messages
 from ckptd.wire.messages import Committed, Drain, GetStatus, Hello, Refused
 from devtools.processes import wait_until
-from tests.daemon.trainer import (
-    DaemonProcess,
-    Member,
-    Trainer,
-    check_committed,
-    connect,
-    daemon_at,
-    manifest,
-    trainer,
-)
+from tests.daemon.stored import check_committed, manifest
+from tests.daemon.trainer import DaemonProcess, Member, Trainer, connect, daemon_at, trainer
 
 NOBODY = 65534
 SIZE = 900_000

@@ -16,7 +16,8 @@ from ckptd.format.keys import Version, manifest_key
 from ckptd.format.records import Manifest, decode
 from ckptd.wire.messages import Committed, Failed
 from devtools.seaweedfs import S3Endpoint
-from tests.daemon.trainer import DaemonProcess, Member, Trainer, check_committed, daemon_at, manifest, trainer
+from tests.daemon.stored import check_committed, manifest
+from tests.daemon.trainer import DaemonProcess, Member, Trainer, daemon_at, trainer
 
 
 def test_both_roots_of_a_run_get_the_checkpoint(daemon: DaemonProcess, tmp_path: Path) -> None:

@@ -22,23 +22,18 @@ import msgspec
 from ckptd.arena import Arena, SlotRecord, SlotState
 from ckptd.arena.memory import pages
 from ckptd.errors import DaemonError
-from ckptd.format.cover import check_layout
-from ckptd.format.digests import digest, digest_blocks
-from ckptd.format.keys import Version, manifest_key, receipt_key
+from ckptd.format.digests import digest
+from ckptd.format.keys import Version
 from ckptd.format.records import (
     Layout,
-    Manifest,
     Parent,
     Piece,
-    Receipt,
     Snapshot,
     Span,
     TensorEntry,
-    decode,
-    decode_layout,
     encode,
 )
-from ckptd.format.shard import StoredPiece, block_bounds, lay_out
+from ckptd.format.shard import StoredPiece, lay_out
 from ckptd.wire import channel, messages
 from ckptd.wire.messages import (
     ArenaGranted,
@@ -413,51 +408,6 @@ def trainer(socket_path: Path, member: Member, *, slots: int = 2, slot_bytes: in
 
 
 # What is on disk
-
-
-def run_folder(url: str) -> Path:
-    return Path(url.removeprefix("file://"))
-
-
-def manifest(url: str, version: Version) -> Manifest | None:
-    """``None`` where it is not committed."""
-    try:
-        return decode((run_folder(url) / manifest_key(version)).read_bytes(), Manifest)
-    except FileNotFoundError:
-        return None
-
-
-def receipt(url: str, version: Version, rank: int, world: int) -> bytes | None:
-    try:
-        return (run_folder(url) / receipt_key(version, rank, world)).read_bytes()
-    except FileNotFoundError:
-        return None
-
-
-def check_committed(member: Member, step: int, *, size: int = 300_000) -> Manifest:
-    """A committed checkpoint whose every byte is that of the snapshots; and no shard that no receipt names."""
-    version = Version(step, member.generation)
-    found = manifest(member.url, version)
-    assert found is not None, f"{version} is not committed"
-    folder = run_folder(member.url)
-    named: set[str] = set()
-    for ref in found.receipts:
-        data = (folder / ref.key).read_bytes()
-        proof = decode(data, Receipt)
-        content = replace(member, rank=ref.rank).content(step, size)
-        assert bytes(proof.snapshot) == content.doc
-        stored = (folder / proof.shard.key).read_bytes()
-        assert stored == content.shard
-        layout = decode_layout(decode(proof.snapshot, Snapshot).layout)
-        bounds = block_bounds(layout.header_bytes, [piece.bytes for piece in check_layout(layout)])
-        assert proof.shard.blocks == digest_blocks(memoryview(stored), bounds)
-        named.add(proof.shard.key)
-    shards = folder.glob(f"checkpoints/{version}/*.safetensors")
-    assert {path.relative_to(folder).as_posix() for path in shards} == named
-    return found
-
-
-# A trainer to be killed
 
 
 class Victim:

@@ -31,6 +31,7 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def data_pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Where each tensor lies in memory."""
     return [tensor.data_ptr() for tensor in tensors]
 
 
