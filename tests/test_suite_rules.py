@@ -16,7 +16,7 @@ import pytest, tests.conftest
 tests.conftest.GOING_SECONDS = 0.3  # what is left behind here never goes by itself
 
 def test_skip(): pytest.skip("no time today")
-def test_process(): subprocess.run("setsid --fork sleep 60 < /dev/null > /dev/null 2>&1", shell=True)
+def test_process(): subprocess.run("setsid --fork sleep 60 < /dev/null > /dev/null 2>&1; sleep 0.3", shell=True)
 def test_thread(): threading.Thread(target=time.sleep, args=(9,), daemon=True).start()
 def test_descriptor(): os.memfd_create("forgotten")
 def test_listed(): pytest.skip("needs a CUDA device")

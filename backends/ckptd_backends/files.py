@@ -13,6 +13,8 @@ import os
 import stat
 from typing import NamedTuple
 
+import aiofiles
+
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -31,7 +33,7 @@ class FileState(NamedTuple):
 
 
 class Files:
-    """Blocking; raises :class:`OSError`. Paths are absolute; symbolic links are never followed in the last segment."""
+    """Blocking, but for ``read_small``; raises :class:`OSError`. Paths are absolute; symbolic links are never followed in the last segment."""
 
     def create(self, path: str) -> int:
         """A descriptor for writing to a file that did not exist; its mode follows the umask."""
@@ -62,6 +64,11 @@ class Files:
     def read(self, descriptor: int, out: memoryview, offset: int) -> int:
         """Read into some of ``out``; returns how many bytes, 0 at the end of the file."""
         return os.preadv(descriptor, [out], offset)
+
+    async def read_small(self, path: str, limit_bytes: int) -> bytes:
+        """The first ``limit_bytes`` of a file, all of it where it is smaller, without blocking the event loop."""
+        async with aiofiles.open(path, "rb", opener=lambda path, _: self.open(path)) as file:
+            return await file.read(limit_bytes)
 
     def fsync(self, descriptor: int) -> None:
         os.fsync(descriptor)

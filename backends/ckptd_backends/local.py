@@ -125,20 +125,16 @@ class LocalBackend:
     # Reading
 
     async def get(self, key: str, *, limit_bytes: int) -> bytes:
-        file = OpenFile(self._files, key, self._path(key))
+        path = self._path(key)
         async with self._pool.operation():
-            return await self._pool.run(self._get, file, key, limit_bytes)
-
-    def _get(self, file: OpenFile, key: str, limit_bytes: int) -> bytes:
-        try:
-            file.open()
-            if file.size_bytes > limit_bytes:
-                raise TooLarge(f"has {file.size_bytes} bytes, expected at most {limit_bytes}", key=key)
-            data = bytearray(file.size_bytes)
-            file.read(memoryview(data), 0)
-            return bytes(data)
-        finally:
-            file.close()
+            with mapped(key, path):
+                try:
+                    data = await self._files.read_small(path, limit_bytes + 1)
+                except IsADirectoryError:
+                    raise NotFound("no such object", key=key) from None
+        if len(data) > limit_bytes:
+            raise TooLarge(f"has more than {limit_bytes} bytes, the most that was expected", key=key)
+        return data
 
     async def read_into(self, key: str, out: memoryview, *, offset: int = 0) -> None:
         target = byte_view(out)

@@ -19,9 +19,9 @@ from typing import Any
 from ckptd.checkpoint.concurrency import each
 from ckptd.daemon.receipts import put_first, put_skipped, skip_reason
 from ckptd.errors import DeadlineExceeded, IntegrityError, NotFound, SaveError, SaveSkipped, Unavailable, first_line
-from ckptd.format.keys import Version, manifest_key, receipt_key, tombstone_key
+from ckptd.format.keys import Version, manifest_key, mark_key, receipt_key, tombstone_key
 from ckptd.format.proof import prove
-from ckptd.format.records import encode
+from ckptd.format.records import Mark, encode
 from ckptd.limits import RECEIPT_BYTES_MAX
 from ckptd.storage import Backend
 
@@ -196,6 +196,12 @@ class Commit:
         commit = await asyncio.to_thread(prove, [self.receipts[rank] for rank in range(self.checkpoint.world)])
         for key, data in commit.index_parts.items():
             await _put_same(backend, key, data)
+        if commit.pinned:
+            # Before the manifest, so that there is no moment in which retention could take it.
+            mark = Mark(
+                by="save", mark="pinned", reason="asked for when it was saved", version=str(commit.manifest.version)
+            )
+            await _put_same(backend, mark_key(commit.manifest.version, "pinned", "save"), encode(mark))
         await _put_same(backend, manifest_key(self.checkpoint.version), encode(commit.manifest))
         log.info("committed %s, %d bytes", self.checkpoint, commit.manifest.bytes)
 

@@ -18,7 +18,7 @@ from ckptd.daemon.retiring import Retiring
 from ckptd.daemon.save import Failure, Save, Tally
 from ckptd.daemon.source import SlotSource
 from ckptd.daemon.upload import Contents, existing_receipt, read_contents, upload
-from ckptd.errors import CkptdError, SaveError, SnapshotVoided, Superseded, first_line, to_fields
+from ckptd.errors import CkptdError, SaveError, SnapshotVoided, StorageFull, Superseded, first_line, to_fields
 from ckptd.format.keys import Version
 from ckptd.storage import Backend
 from ckptd.wire.messages import Committed, Durable, Failed, SlotRef
@@ -69,9 +69,7 @@ class Pipeline:
         self._tally.committed[save.owner.seat.url] = save.version
         if not save.owner.dead:
             self._arenas.drop_abandoned(save.owner.seat)
-        if save.owner.seat.rank == 0:
-            for backend in save.owner.backends:
-                self._retiring.after_commit(backend, save.run, save.owner.keep, save.version.generation)
+        self._retire(save)
         save.fill.held.owner.post(
             Committed(
                 step=save.version.step,
@@ -133,6 +131,11 @@ class Pipeline:
             await source.release()
         return path_taken, commits
 
+    def _retire(self, save: Save) -> None:
+        if save.owner.seat.rank == 0:
+            for backend in save.owner.backends:
+                self._retiring.soon(backend, save.run, save.owner.keep, save.version.generation)
+
     async def _fail(self, save: Save, error: Exception) -> None:
         fill, owner, stage = save.fill, save.fill.held.owner, save.stage
         log_as = logging.INFO if isinstance(error, SnapshotVoided) or save.resumed else logging.ERROR
@@ -152,6 +155,8 @@ class Pipeline:
                 **{name: text[:MESSAGE_TEXT_MAX] for name, text in to_fields(error).items()},
             )
         )
+        if isinstance(error, StorageFull) and save.run:
+            self._retire(save)  # what could not be deleted while the store was full is in the way of all that follows
         if stage != "commit" and not save.resumed and not isinstance(error, Superseded):
             roots = save.owner.backends[save.stored :]
             await self.skip(save.owner, roots, save.version, save.run, first_line(error))

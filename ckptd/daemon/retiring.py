@@ -1,4 +1,4 @@
-"""Retention in the background: after a commit, one pass at a time for each run."""
+"""Retention in the background: after a commit, and where room is needed; one pass at a time for each run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Retiring:
-    """What fails is logged and counted, and tried again after the next commit. It never fails a save."""
+    """What fails is logged and counted, and tried again after the next commit or full store. It never fails a save."""
 
     def __init__(self, spawn: Callable[[Coroutine[Any, Any, None], str], object]) -> None:
         self.deleted = 0
@@ -26,8 +26,8 @@ class Retiring:
         """URL → the pass to be made next."""
         self.running: dict[str, Backend] = {}
 
-    def after_commit(self, backend: Backend, run_id: str, keep: Keep, generation: int) -> None:
-        """Make a pass soon; several commits during one pass make one more."""
+    def soon(self, backend: Backend, run_id: str, keep: Keep, generation: int) -> None:
+        """Make a pass soon; several requests during one pass make one more."""
         self._wanted[backend.url] = (backend, run_id, keep, generation)
         if backend.url not in self.running:
             self.running[backend.url] = backend

@@ -38,6 +38,8 @@ class Commit:
     manifest: Manifest
     index_parts: Mapping[str, bytes]
     """Key → bytes; empty where the index lies in the manifest."""
+    pinned: bool
+    """A rank asked for it to be kept."""
 
 
 def prove(receipts: Sequence[bytes]) -> Commit:
@@ -77,7 +79,8 @@ def prove(receipts: Sequence[bytes]) -> Commit:
         step=first.step,
         world=first.world,
     )
-    return Commit(manifest, {key: data for key, (data, _, _) in parts.items()})
+    pinned = any(snapshot.pin for snapshot in snapshots)
+    return Commit(manifest, {key: data for key, (data, _, _) in parts.items()}, pinned)
 
 
 def _check_belong_together(snapshots: Sequence[Snapshot]) -> None:

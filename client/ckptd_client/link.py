@@ -41,6 +41,8 @@ class DaemonLink:
         self._hello = hello
         self._start_daemon = start_daemon
         self._daemon_pid: int | None = None
+        self.refusal: CkptdError | None = None
+        """Why no daemon takes this trainer any more; the link stays down then."""
         self._closed = False
         self._up = False
         self._lock = threading.Lock()
@@ -60,7 +62,7 @@ class DaemonLink:
 
         ``on_event`` is called on the listening thread for each event; ``on_renewed`` after a broken session was opened
         anew, with the link usable, to hand over the arenas; ``on_refused`` where the daemon does not take this trainer
-        back, after which the link stays down.
+        back, or sends it away, after which the link stays down.
         """
         self._on_event = on_event
         self._on_renewed = on_renewed
@@ -138,7 +140,7 @@ class DaemonLink:
     # Listening
 
     def _listen(self) -> None:
-        while not self._closed:
+        while self._wanted:
             try:
                 data, fd = channel.receive(self._socket)
                 if data:
@@ -146,10 +148,17 @@ class DaemonLink:
                     continue
             except (OSError, DaemonError):
                 pass
-            if not self._closed:
+            if self._wanted:
                 self._renew()
 
+    @property
+    def _wanted(self) -> bool:
+        return not self._closed and self.refusal is None
+
     def _dispatch(self, message: Outgoing, fd: int | None) -> None:
+        if isinstance(message, Failed) and message.stage == "session":
+            self._send_away(messages.as_error(message))
+            return
         if isinstance(message, Durable | Committed | Failed):
             self._on_event(message)
             return
@@ -165,7 +174,7 @@ class DaemonLink:
     def _renew(self) -> None:
         """Runs on the listening thread: connect again until it works or the link is closed."""
         self._go_down()
-        while not self._closed:
+        while self._wanted:
             with contextlib.suppress(DaemonError, OSError):
                 fresh = self._connect(CONNECT_SECONDS)
                 with self._lock:
@@ -191,10 +200,15 @@ class DaemonLink:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # and so once more
         except CkptdError as error:
-            self._closed = True
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
-            self._on_refused(error)
+            self._send_away(error)
+
+    def _send_away(self, error: CkptdError) -> None:
+        """This trainer is not served any more: what it still has in hand fails now, and not when somebody waits."""
+        self.refusal = error
+        self._go_down()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._on_refused(error)
 
     def _greet(self) -> messages.Welcome:
         return self.ask(self._hello, messages.Welcome)

@@ -6,8 +6,6 @@ import contextlib
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import torch
-
 from ckptd.arena import Arena
 from ckptd.errors import DaemonError, ResourceError
 from ckptd.format.keys import Version
@@ -35,6 +33,7 @@ class ArenaSupply:
         self._link = link
         self._world = world
         self._slots = slots
+        self._device = cuda.device_in_use()  # here: another thread has another current device
         self._borrowed: dict[str, Arena] = {}
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="ckptd-arena")
         self._ring: Ring | None = None
@@ -70,7 +69,7 @@ class ArenaSupply:
     def _borrow(self, arena_id: str) -> Arena:
         if arena_id not in self._borrowed:
             fd = self._link.ask_for_arena(BorrowArena(arena=arena_id), seconds=ARENA_SECONDS)
-            self._borrowed[arena_id] = _prepared(Arena(fd))
+            self._borrowed[arena_id] = self._prepared(Arena(fd))
         return self._borrowed[arena_id]
 
     # The ring
@@ -118,7 +117,12 @@ class ArenaSupply:
         return self._ring
 
     def renewed(self) -> Ring | None:
-        """The ring in use, or the new one where it has become ready. To be called while nothing is being copied."""
+        """The ring in use, or the new one where it has become ready. To be called while nothing is being copied.
+
+        Raises what the daemon refused this trainer with: nobody would write what is put into the ring.
+        """
+        if self._link.refusal is not None:
+            raise self._link.refusal
         try:
             self._adopt(wait=False)
         except (DaemonError, ResourceError) as error:
@@ -142,6 +146,18 @@ class ArenaSupply:
         """Give an arena up: the daemon keeps it until its snapshots are durable."""
         with contextlib.suppress(DaemonError):  # one that is gone keeps nothing
             self._link.ask(DropArena(arena=arena.id), Done)
+        self._unmap(arena)
+
+    def _prepared(self, arena: Arena) -> Arena:
+        arena.hide_from_children()
+        arena.populate()
+        if self._device is not None:
+            cuda.pin(arena, self._device)
+        return arena
+
+    def _unmap(self, arena: Arena) -> None:
+        if self._device is not None:
+            cuda.unpin(arena)
         arena.close()
 
     def _make(self, slot_bytes: int) -> Ring:
@@ -155,7 +171,7 @@ class ArenaSupply:
 
     def _make_with(self, slots: int, slot_bytes: int) -> Ring:
         request = MakeArena(slots=slots, slot_bytes=slot_bytes)
-        return Ring(_prepared(Arena(self._link.ask_for_arena(request, seconds=ARENA_SECONDS))))
+        return Ring(self._prepared(Arena(self._link.ask_for_arena(request, seconds=ARENA_SECONDS))))
 
     def wake(self) -> None:
         """A slot has become reusable. From any thread."""
@@ -181,12 +197,4 @@ class ArenaSupply:
         self._ring = self._next = None
         self._borrowed.clear()
         for arena in arenas:
-            arena.close()
-
-
-def _prepared(arena: Arena) -> Arena:
-    arena.hide_from_children()
-    arena.populate()
-    if torch.cuda.is_available():
-        cuda.pin(arena)
-    return arena
+            self._unmap(arena)

@@ -164,6 +164,15 @@ def test_keep_leaves_the_newest(open_ckpt: Open, tmp_run: str) -> None:
     wait_until(lambda: committed(tmp_run) == [5, 6], "the older ones to be deleted", deadline_seconds=20)
 
 
+def test_a_pinned_save_outlives_retention(open_ckpt: Open, tmp_run: str) -> None:
+    training = Training()
+    with open_ckpt(tmp_run, training.state, keep=Keep(last=1)) as ckpt:
+        for step in range(1, 5):
+            training.step()
+            ckpt.save(step, pin=step == 2).wait(timeout=10)
+    wait_until(lambda: committed(tmp_run) == [2, 4], "all but the pinned to be deleted", deadline_seconds=20)
+
+
 def test_settings_are_checked_all_at_once(daemon: Daemon, tmp_run: str) -> None:
     with pytest.raises(ConfigError, match=r"every_steps=0.*slots=0.*max_wait=-1"):
         Checkpointer(tmp_run, {}, every_steps=0, slots=0, max_wait=-1, socket=daemon.socket)

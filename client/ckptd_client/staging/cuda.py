@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -96,12 +96,30 @@ class Transfers:
         return event
 
 
-def pin(arena: Arena) -> bool:
-    """Page-lock the arena for direct transfers. ``False``, with a warning, where the system does not allow it: copies
-    then go through pageable memory, slower, and right all the same."""
-    whole = torch.frombuffer(arena.view, dtype=torch.uint8)
-    runtime = cast(Any, torch.cuda.cudart())  # type: ignore[no-untyped-call]
-    status = int(runtime.cudaHostRegister(whole.data_ptr(), whole.nbytes, 0))
+def device_in_use() -> torch.device | None:
+    """The calling thread's CUDA device, where the program uses CUDA at all; never initializes it."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def pin(arena: Arena, device: torch.device) -> None:
+    """Page-lock the arena for direct transfers, in the context of ``device``. Where the system does not allow it, warn:
+    copies then go through pageable memory, slower, and right all the same."""
+    with torch.cuda.device(device):
+        status = int(_runtime().cudaHostRegister(_address(arena), arena.shape.size_bytes, 0))
     if status != 0:
         _log.warning("the arena could not be page-locked (CUDA status %s): copies are slower", status)
-    return status == 0
+
+
+def unpin(arena: Arena) -> None:
+    """Before the arena is unmapped. One that was not pinned is left as it is."""
+    _runtime().cudaHostUnregister(_address(arena))
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _address(arena: Arena) -> int:
+    return torch.frombuffer(arena.view, dtype=torch.uint8).data_ptr()
