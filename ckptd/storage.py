@@ -173,12 +173,16 @@ def check_prefix(prefix: str) -> None:
 
 
 def normal_url(url: str) -> str:
-    """The one spelling of a root: a scheme always, absolute paths, no trailing slash. A bare path is ``file://``."""
-    if "://" not in url:
-        return f"file://{Path(url).expanduser().absolute()}"
-    scheme, rest = url.split("://", 1)
-    if scheme == "file":
-        return f"file://{Path(rest or '/').absolute()}"
+    """The one spelling of a root: a scheme always, absolute paths, no trailing slash. A bare path is ``file://``.
+
+    Raises :class:`ConfigError` for what can be no run's root: nothing at all, the file system's own root, credentials.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme == "file":
+        path = Path(rest if separator else url)
+        if not str(rest if separator else url).strip() or path.absolute() == Path("/"):
+            raise ConfigError(f"{url!r} names no folder for a run", hint="give one, such as file:///data/runs/gpt")
+        return f"file://{path.expanduser().absolute()}"
     parts = urlsplit(url)
     if parts.username or parts.password:
         raise ConfigError(

@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptd.errors import AccessDenied, ProtocolError
+from ckptd.errors import AccessDenied, ConfigError, ProtocolError
 from ckptd.limits import MESSAGE_BYTES_MAX
 
 SOCKET_VARIABLE = "CKPTD_SOCKET"
@@ -44,8 +44,7 @@ def prepare_folder(path: Path, *, mode: int = 0o700) -> None:
     Raises :class:`AccessDenied`, so that nobody can squat the place or listen in.
     """
     folder = path.parent
-    if len(os.fsencode(path)) > _PATH_BYTES_MAX:
-        raise AccessDenied(f"{path}: too long for a socket", hint=f"at most {_PATH_BYTES_MAX} bytes")
+    check_length(path)
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         os.mkdir(folder, mode)
@@ -53,6 +52,15 @@ def prepare_folder(path: Path, *, mode: int = 0o700) -> None:
     except FileExistsError:
         pass
     check_folder(path, mode=mode)
+
+
+def check_length(path: Path) -> None:
+    """Raise :class:`ConfigError` for a path that the kernel does not take as a socket's."""
+    if len(os.fsencode(path)) > _PATH_BYTES_MAX:
+        raise ConfigError(
+            f"{path} is too long for a socket: at most {_PATH_BYTES_MAX} bytes",
+            hint=f"choose a shorter one with --socket or ${SOCKET_VARIABLE}",
+        )
 
 
 def check_folder(path: Path, *, mode: int = 0o700) -> None:

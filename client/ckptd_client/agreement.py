@@ -111,7 +111,7 @@ class StorageStore:
             for attempt in Retrying(
                 retry=retry_if_exception_type(NotFound),
                 stop=stop_after_delay(deadline_seconds),
-                wait=wait_exponential_jitter(initial=0.02, max=1.0),
+                wait=wait_exponential_jitter(initial=0.02, max=0.5, jitter=0.05),
             ):
                 with attempt:
                     return self._read(key)

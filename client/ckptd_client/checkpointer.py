@@ -211,6 +211,7 @@ class Checkpointer:
         Returns the handle of a save, or ``None``. Never raises for a save that failed, unless ``on_error="raise"``.
         """
         self._check_open()
+        _check_step(step)
         self._report_failures()
         due = self._schedule.due(step)
         numbers = metrics_for_record(metrics)
@@ -240,14 +241,13 @@ class Checkpointer:
         :class:`UsageError` for a call out of order. Everything else that fails ends on the handle.
         """
         self._check_open()
+        _check_step(step)
         save = self._request(step, pin=pin, reason=reason or "", metrics=metrics_for_record(dict(metrics or {})))
         if isinstance(save.error, StateError):
             raise save.error
         return save
 
     def _request(self, step: int, *, pin: bool, reason: str, metrics: dict[str, float | None]) -> Save:
-        if not 0 <= step <= STEP_MAX:
-            raise UsageError(f"step {step} is not between 0 and {STEP_MAX}")
         life = self._open_life(None, fresh=False)
         known = self._handles.get(Version(step, life.generation))
         if known is not None:
@@ -274,13 +274,15 @@ class Checkpointer:
         self._handles.add(save)
         try:
             self._snapshots.take(save, self._life, metrics, wait_seconds=self._wait_seconds())
-        except Exception as error:  # whatever it is: a save that fails is no reason for the training to end
+        except BaseException as error:
             self._give_up(save, error)
+            if not isinstance(error, Exception):  # Ctrl-C; any other failure of a save is no reason to end the training
+                raise
 
     def _wait_seconds(self) -> float:
         return self._max_wait if self._on_full == "wait" else 0.0
 
-    def _give_up(self, save: Save, error: Exception) -> None:
+    def _give_up(self, save: Save, error: BaseException) -> None:
         """The step is not saved by this rank; the others are told, and let go."""
         reason = first_line(error)
         if isinstance(error, DeadlineExceeded):  # no slot became free
@@ -390,6 +392,11 @@ class Checkpointer:
             self.close()
         except CkptdError as second:
             _log.error("while the training ended with an error: %s", second)
+
+
+def _check_step(step: object) -> None:
+    if not isinstance(step, int) or not 0 <= step <= STEP_MAX:
+        raise UsageError(f"step {step!r} is not an integer between 0 and {STEP_MAX}")
 
 
 def _only_url(url: str | Sequence[str]) -> str:

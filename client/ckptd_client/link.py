@@ -239,6 +239,7 @@ class DaemonLink:
         raise AssertionError("unreachable: the loop above returns or raises")
 
     def _connect_once(self) -> socket.socket:
+        channel.check_length(self._path)
         if self._path.parent.exists():
             channel.check_folder(self._path)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

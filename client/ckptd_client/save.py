@@ -116,9 +116,6 @@ class Save:
 
 
 def as_save_error(error: BaseException) -> SaveError:
-    """Whatever went wrong during a save, as the error on its handle."""
-    if isinstance(error, SaveError):
-        return error
-    wrapped = SaveError(f"{type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped
+    """Whatever went wrong during a save, as the error on its handle. It does not lead to the original, whose traceback
+    would hold the slot's memory as long as somebody holds the handle."""
+    return error if isinstance(error, SaveError) else SaveError(f"{type(error).__name__}: {error}")

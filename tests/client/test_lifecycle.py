@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.errors import RunInUse
+from ckptd.errors import ConfigError, RunInUse, UsageError
 from ckptd_client import Checkpointer
 from ckptd_client.reader import open_checkpoint
 from devtools.processes import wait_until
@@ -190,3 +190,39 @@ def test_r146_a_trainer_may_come_before_the_daemon(private_folders: Path, tmp_ru
     os.kill(daemon_pid, signal.SIGTERM)
     ended, status = os.waitpid(daemon_pid, 0)  # it is a child of this process
     assert (ended, os.waitstatus_to_exitcode(status)) == (daemon_pid, 0)
+
+
+def test_ctrl_c_in_the_middle_of_a_copy_leaves_nothing_stuck(
+    open_ckpt: Open, tmp_run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptd_client.staging import stager
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    training = Training()
+    ckpt = open_ckpt(tmp_run, training.state, slots=1)
+    copy_now = stager.copy_now
+    monkeypatch.setattr(stager, "copy_now", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.save(1)
+    monkeypatch.setattr(stager, "copy_now", copy_now)
+    training.step()
+    ckpt.save(2).wait(timeout=30)  # the only slot is free again
+    assert committed(tmp_run) == [2]
+
+
+@pytest.mark.parametrize("step", ["a", 2.5, -1, 10**13, None])
+def test_a_step_that_is_none_is_refused_and_harms_nothing(open_ckpt: Open, tmp_run: str, step: object) -> None:
+    ckpt = open_ckpt(tmp_run, {"x": [1]}, every_steps=1)
+    with pytest.raises(UsageError, match="is not an integer between"):
+        ckpt.step(step)  # type: ignore[arg-type]
+    save = ckpt.step(1, loss=None, name="x", huge=10**400)
+    assert save is not None
+    save.wait(timeout=30)
+
+
+@pytest.mark.parametrize("url", ["", "/", "file://", "file:///"])
+def test_a_place_that_can_be_no_run_is_refused_by_name(daemon: Daemon, url: str) -> None:
+    with pytest.raises(ConfigError, match="names no folder"):
+        Checkpointer(url, {"x": [1]}, socket=daemon.socket)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ckptd_client import Checkpointer
-from ckptd_client.reader import open_checkpoint
 
 from ckptd.errors import AccessDenied, CkptdError, NoCheckpoint
+from ckptd_client import Checkpointer
+from ckptd_client.reader import open_checkpoint
 from devtools.seaweedfs import S3Endpoint
 from tests.client.conftest import Daemon, Training
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.errors import AccessDenied, ProtocolError
+from ckptd.errors import AccessDenied, ConfigError, ProtocolError
 from ckptd.limits import MESSAGE_BYTES_MAX
 from ckptd.wire import channel
 from ckptd.wire.channel import check_folder, default_socket, peer_of, prepare_folder, receive, send
@@ -203,7 +203,7 @@ def test_no_folder_is_not_a_bad_folder(place: Path) -> None:
 
 def test_a_path_too_long_for_a_socket_is_an_error_before_anything_is_made(place: Path) -> None:
     long = place.parent / ("x" * 100)
-    with pytest.raises(AccessDenied, match="too long for a socket"):
+    with pytest.raises(ConfigError, match="too long for a socket"):
         prepare_folder(long)
     assert not place.parent.exists()
 

@@ -87,6 +87,17 @@ class Ring:
             SlotState.FILLING, version.step, version.generation, ticket, plan.shard_bytes, 0, bytes(16), os.getpid()
         )
         self.arena.set_record(number, record)
+        try:
+            views = self._begin(number, record, plan, leaves, doc)
+        except BaseException:
+            self.arena.set_record(number, replace(record, state=SlotState.FREE))
+            raise
+        return Slot(self.arena, number, ticket, views, waited_seconds)
+
+    def _begin(
+        self, number: int, record: SlotRecord, plan: Plan, leaves: Sequence[Leaf], doc: bytes
+    ) -> list[torch.Tensor]:
+        """Write all but the tensors; returns where these go."""
         memory = self.arena.slot(number)
         start = pages(plan.shard_bytes)
         memory[start : start + len(doc)] = doc
@@ -95,7 +106,7 @@ class Ring:
             self._views[number] = plan.views(memory, leaves)
             self._plans[number] = plan
         self.arena.set_record(number, replace(record, doc_bytes=len(doc), doc_digest=digest(doc)))
-        return Slot(self.arena, number, ticket, self._views[number], waited_seconds)
+        return self._views[number]
 
     def _await_reusable(self, seconds: float) -> int:
         stop = time.monotonic() + seconds

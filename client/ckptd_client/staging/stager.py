@@ -91,8 +91,10 @@ class Stager:
             host_now = [n for n in now if not leaves[n].tensor.is_cuda]
             copy_now([slot.views[n] for n in host_now], [leaves[n].tensor for n in host_now])
             transfers.overlapped(cargo.sources, flight.targets)
-        except Exception as error:
+        except BaseException as error:
             self._void(slot, save, error)
+            if not isinstance(error, Exception):  # Ctrl-C: nothing of this fill may stay behind
+                raise
             return
         self._earnings.try_out(slot, leaves, now)
         save.stats.overlapped_bytes = cargo.size_bytes
@@ -139,7 +141,7 @@ class Stager:
         save.advance("sealed")
         self._tell(Sealed(at=slot.ref))
 
-    def _void(self, slot: Slot, save: Save, error: Exception) -> None:
+    def _void(self, slot: Slot, save: Save, error: BaseException) -> None:
         _log.debug("step %d: the snapshot is given up", save.step, exc_info=error)
         failure = as_save_error(error)
         error.__traceback__ = None  # its frames would hold the slot's memory as long as somebody holds the handle
