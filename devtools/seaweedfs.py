@@ -21,7 +21,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from ckptd.errors import DaemonError, DeadlineExceeded
-from devtools.processes import free_ports, kill_group, spawn, wait_until
+from devtools.processes import GRPC_OFFSET, free_ports, kill_group, spawn, wait_until
 
 START_SECONDS = 30
 START_ATTEMPTS = 3
@@ -147,6 +147,17 @@ class SeaweedFS(S3Endpoint):
         """SIGKILL and reap: SIGTERM takes seconds, and hangs where the data folder is gone. Idempotent."""
         if self._process is not None:
             kill_group(self._process)
+            self._tidy(self._process.pid)
+
+    def _tidy(self, pid: int) -> None:
+        """It leaves sockets and logs in /tmp, whatever it is told."""
+        names = [
+            f"weed.*.{pid}",
+            *(f"seaweedfs-*-{port + more}.sock" for port in self._ports for more in (0, GRPC_OFFSET)),
+        ]
+        for name in names:
+            for left in Path("/tmp").glob(name):
+                left.unlink(missing_ok=True)
 
     def _launch(self) -> None:
         s3, master, volume, filer, admin = self._ports
