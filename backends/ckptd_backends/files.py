@@ -30,10 +30,13 @@ class FileState(NamedTuple):
     """Device and inode."""
     is_file: bool
     is_directory: bool
+    links: int
+    """How many names the file has; 0 once it was removed."""
 
 
 class Files:
-    """Blocking, but for ``read_small``; raises :class:`OSError`. Paths are absolute; symbolic links are never followed in the last segment."""
+    """Blocking, but for ``read_small``; raises :class:`OSError`. Paths are absolute; symbolic links are never followed
+    in the last segment."""
 
     def create(self, path: str) -> int:
         """A descriptor for writing to a file that did not exist; its mode follows the umask."""
@@ -42,6 +45,19 @@ class Files:
     def open(self, path: str) -> int:
         """A descriptor for reading."""
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def open_to_lock(self, path: str) -> int:
+        """A descriptor for :meth:`lock`; for writing, as some file systems lock no others exclusively."""
+        return os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def lock(self, descriptor: int) -> bool:
+        """Lock an open file until it is closed, by whatever ends the process too. ``False`` where another open file
+        description holds the lock, in this process or in another on this machine."""
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def close(self, descriptor: int) -> None:
         os.close(descriptor)
@@ -119,6 +135,11 @@ class Files:
         """Of an open file, whose name may have gone."""
         return _state("", os.fstat(descriptor))
 
+    def names(self, path: str) -> list[tuple[str, bool]]:
+        """What stands in a folder and whether it is a folder itself, in no order, without a look at each."""
+        with os.scandir(path) as entries:
+            return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+
     def list(self, path: str) -> list[FileState]:
         """What stands in a folder, in no order, without what vanished meanwhile."""
         found: list[FileState] = []
@@ -144,6 +165,7 @@ def _state(name: str, found: os.stat_result) -> FileState:
         (found.st_dev, found.st_ino),
         stat.S_ISREG(found.st_mode),
         stat.S_ISDIR(found.st_mode),
+        found.st_nlink,
     )
 
 

@@ -16,11 +16,22 @@ import msgspec
 from ckptd.errors import NotFound, StorageError, TooLarge, UsageError
 from ckptd.format.keys import KEY_PATTERN
 from ckptd.limits import MIB, PAGE_BYTES
-from ckptd.storage import Backend, Capabilities, Factory, ObjectInfo, Source, StorageOptions, check_key, check_prefix
+from ckptd.storage import (
+    Backend,
+    Capabilities,
+    Factory,
+    LeavingUploads,
+    ObjectInfo,
+    Source,
+    StorageOptions,
+    check_key,
+    check_prefix,
+)
 from ckptd_backends.files import Files, FileState
 from ckptd_backends.local_directories import Directories
 from ckptd_backends.local_errors import mapped
 from ckptd_backends.local_reader import OpenFile, direct_body, edges
+from ckptd_backends.local_temporaries import sweep
 from ckptd_backends.local_writer import NewFile
 from ckptd_backends.options import checked_options
 from ckptd_backends.pool import Pool
@@ -122,6 +133,15 @@ class LocalBackend:
             self._directories.remove_if_empty(folder)
         return failures
 
+    async def abort_stale_uploads(self) -> int:
+        """See :class:`ckptd.storage.LeavingUploads`: removes the temporaries of writers on this machine that are dead,
+        and those of other machines that nobody has written to for a day. Looks at a bounded number of folders."""
+        async with self._pool.operation():
+            removed, failures = await self._pool.run(sweep, self._files, self._directories, self._root)
+        if failures:
+            raise ExceptionGroup(f"{len(failures)} stale temporaries not removed, {removed} removed", failures)
+        return removed
+
     # Reading
 
     async def get(self, key: str, *, limit_bytes: int) -> bytes:
@@ -208,3 +228,4 @@ def open_local(url: str, options: StorageOptions, *, state_dir: Path | None) -> 
 
 
 _: Factory = open_local
+__: type[LeavingUploads] = LocalBackend

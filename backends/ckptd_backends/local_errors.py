@@ -11,6 +11,15 @@ from ckptd.errors import AccessDenied, NotFound, StorageError, StorageFull, TooL
 _NOT_FOUND = {errno.ENOENT, errno.ENOTDIR}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_HINTS_FULL = {
+    "disk": "free some space there, or keep fewer checkpoints; the next save tries again",
+    "quota": "have the quota raised, or keep fewer checkpoints; the next save tries again",
+}
+_HINT_PERMISSION = "give the user that ckptd runs as the right to read and write there"
+_HINTS_DENIED = {
+    errno.ELOOP: "symbolic links are not followed",
+    errno.EROFS: "mount the file system for writing; after a disk error, repair it first",
+}
 _TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
@@ -30,12 +39,11 @@ def _error(error: OSError, key: str, path: str, room: str) -> Exception:
     text = f"{error.strerror or error} at {path}"
     if error.errno in _FULL:
         limit = "quota" if error.errno == errno.EDQUOT else "disk"
-        return StorageFull(f"{limit} full at {path}{room and ': '}{room}", key=key)
+        return StorageFull(f"{limit} full at {path}{room and ': '}{room}", key=key, hint=_HINTS_FULL[limit])
     if error.errno in _NOT_FOUND:
         return NotFound(f"no such file: {path}", key=key)
     if error.errno in _DENIED:
-        hint = "symbolic links are not followed" if error.errno == errno.ELOOP else ""
-        return AccessDenied(text, key=key, hint=hint)
+        return AccessDenied(text, key=key, hint=_HINTS_DENIED.get(error.errno or 0, _HINT_PERMISSION))
     if error.errno == errno.EISDIR:
         return UsageError(f"{key}: one of two keys may not be the other's prefix, and {path} is a folder")
     if error.errno == errno.EFBIG:

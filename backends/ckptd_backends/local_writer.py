@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
-import time
 
 from ckptd.errors import AccessDenied, AlreadyExists, StorageError
 from ckptd.limits import PAGE_BYTES
 from ckptd_backends.files import Files, FileState, address_of, unsupported
 from ckptd_backends.local_directories import Directories
 from ckptd_backends.local_errors import mapped
+from ckptd_backends.local_temporaries import temporary_name
 
 DIRECT_BYTES_MIN = 1024 * 1024
 """Smaller objects go through the page cache, which is as fast and simpler."""
@@ -20,11 +19,6 @@ DIRECT_BYTES_MIN = 1024 * 1024
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.ENOENT}
 """``ENOENT``: without ``/proc``, or where somebody else has removed the temporary name."""
 _NO_RENAME_NOREPLACE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
-
-
-def temporary_name() -> str:
-    """A name that no key can have, for one file only: ``~ckptd-<when it was made, in Unix seconds>-<random>``."""
-    return f"~ckptd-{int(time.time()):010d}-{secrets.token_hex(8)}"
 
 
 class NewFile:
@@ -40,7 +34,7 @@ class NewFile:
         self._key = key
         self._target = target
         self._folder = os.path.dirname(target)
-        self._temporary = os.path.join(self._folder, temporary_name())
+        self._temporary = ""
         self._view = view
         self._descriptor = -1
         self.direct = False
@@ -63,10 +57,22 @@ class NewFile:
     def _open(self) -> int:
         while True:
             self._directories.ensure(self._folder)
+            self._temporary = os.path.join(self._folder, temporary_name())
             try:
-                return self._files.create(self._temporary)
+                descriptor = self._files.create(self._temporary)
             except FileNotFoundError:
                 continue  # the folder was empty and another process removed it just now
+            if self._is_claimed(descriptor):
+                return descriptor
+            self._files.close(descriptor)
+
+    def _is_claimed(self, descriptor: int) -> bool:
+        """Whether the new file is marked as one with a living writer, and was not swept just before that."""
+        try:
+            claimed = self._files.lock(descriptor)
+        except OSError:
+            return True  # without locks there, nobody sweeps it while it is new
+        return claimed and self._files.state_of(descriptor).links > 0
 
     def _reserve(self, size: int) -> None:
         try:
@@ -160,14 +166,18 @@ class NewFile:
 
     def _check_is_ours(self, path: str) -> None:
         if self._files.state(path).identity != self._files.state_of(self._descriptor).identity:
-            raise AccessDenied(f"another user put a different file at {path}", key=self._key)
+            raise AccessDenied(
+                f"another user put a different file at {path}",
+                key=self._key,
+                hint="let nobody else write to the run's folders",
+            )
 
     def discard(self) -> None:
         """Close the file and remove the temporary name, if it still has one. Never raises."""
         with contextlib.suppress(OSError):  # closing reports nothing that the sync has not
             if self._descriptor >= 0:
                 self._files.close(self._descriptor)
-        with contextlib.suppress(OSError):  # a temporary is hidden, and swept by its age
+        with contextlib.suppress(OSError):  # a temporary is hidden, and swept later
             if self._temporary and self._descriptor >= 0:
                 self._files.unlink(self._temporary)
         self._descriptor = -1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import time
 from collections.abc import Generator
 from email.utils import formatdate
@@ -90,7 +91,10 @@ def mapped(key: str) -> Generator[None]:
     except boto.ClientError as error:
         raise client_error(error, key) from error
     except _NO_CREDENTIALS as error:
-        hint = "set access_key_id and secret_access_key, AWS_ACCESS_KEY_ID …, or a profile"
+        hint = (
+            f"process {os.getpid()} has none: a daemon keeps the environment in which it was started (end it with "
+            "`ckptd drain`, and it is started anew), or pass access_key_id and secret_access_key"
+        )
         raise AccessDenied(f"no usable credentials: {error}", key=key, hint=hint) from error
     except _TLS as error:
         raise AccessDenied(f"TLS: {error}", key=key, hint="a private authority is named by ca_bundle") from error

@@ -60,6 +60,8 @@ class S3Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         if (self.access_key_id is None) != (self.secret_access_key is None):
             raise ValueError("access_key_id and secret_access_key belong together")
+        if self.endpoint_url is not None and not self.endpoint_url.startswith(("http://", "https://")):
+            raise ValueError(f"endpoint_url={self.endpoint_url!r} must begin with http:// or https://")
         if not PART_BYTES_MIN <= self.part_bytes <= PART_BYTES_MAX or self.part_bytes % MIB:
             raise ValueError("part_bytes must be whole MiB between 5 MiB and 5 GiB")
         if not 1 <= self.inflight_max <= 256 or not 1 <= self.part_attempts_max <= 100:

@@ -47,13 +47,22 @@ class HeldArena:
         """Nothing in it can be restored from."""
         return all(record.state in (SlotState.FREE, SlotState.FILLING) for _, record in self.records())
 
+    @property
+    def given_up(self) -> bool:
+        """Its session is closed, though the process may live, and all that it was filled with is durable."""
+        return not self.owner.connected and all(
+            record.state in (SlotState.FREE, SlotState.DURABLE) for _, record in self.records()
+        )
+
     def fill(self, slot: int, ticket: int) -> Fill | None:
         """The fill of a slot, if it is this one."""
         found = self.fills.get(slot)
         return found if found is not None and found.record.ticket == ticket else None
 
     def record(self, slot: int) -> SlotRecord | None:
-        """``None`` for a slot that is not there, or whose record is damaged."""
+        """``None`` for a slot that is not there, or no longer, or whose record is damaged."""
+        if self.arena.closed:
+            return None
         try:
             return self.arena.record(slot)
         except (IndexError, FormatError) as error:
@@ -93,7 +102,8 @@ class Arenas:
     async def make(self, owner: Owner, slots: int, slot_bytes: int) -> HeldArena:
         """A new arena, all of its memory allocated. ``slot_bytes`` is rounded up to whole pages.
 
-        Raises :class:`ResourceError`, with figures, where there is not enough; arenas of dead trainers go first.
+        Raises :class:`ResourceError`, with figures, where there is not enough; arenas of dead trainers and of closed
+        sessions go first.
         """
         if not 1 <= slots <= SLOTS_MAX:
             raise ResourceError(f"an arena has 1 to {SLOTS_MAX} slots, not {slots}")
@@ -190,8 +200,11 @@ class Arenas:
                 self._release(held)
 
     def _make_room(self, wanted: int) -> None:
-        """Raise :class:`ResourceError` where ``wanted`` bytes are not to be had, not even for arenas of the dead."""
-        abandoned = [held for held in self.all() if held.owner.dead and not held.saves]
+        """Raise :class:`ResourceError` where ``wanted`` bytes are not to be had, not even for arenas of the dead
+        and then, oldest first, for those that were given up: only a restore from memory would miss them."""
+        drained = [held for held in self.all() if not held.saves]
+        abandoned = [held for held in drained if held.owner.dead]
+        abandoned += [held for held in drained if not held.owner.dead and held.given_up]
         while (room := self._room_bytes()) < wanted:
             if not abandoned:
                 raise ResourceError(
@@ -234,6 +247,7 @@ def _offers_of(arena: Arena) -> list[SnapshotOffer]:
                 arena=arena.id,
                 slot=slot,
                 ticket=record.ticket,
+                run=snapshot.run,
                 step=snapshot.step,
                 generation=snapshot.generation,
                 world=snapshot.world,

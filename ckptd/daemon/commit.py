@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptd.checkpoint.concurrency import each
+from ckptd.daemon.fencing import check_run
 from ckptd.daemon.receipts import put_first, put_skipped, skip_reason
 from ckptd.errors import DeadlineExceeded, IntegrityError, NotFound, SaveError, SaveSkipped, Unavailable, first_line
 from ckptd.format.keys import Version, manifest_key, mark_key, receipt_key, tombstone_key
@@ -194,6 +195,7 @@ class Commit:
     async def _publish(self) -> None:
         backend = self.checkpoint.backend
         commit = await asyncio.to_thread(prove, [self.receipts[rank] for rank in range(self.checkpoint.world)])
+        await check_run(backend, commit.manifest.run)  # its root may have gone since the shards were put
         for key, data in commit.index_parts.items():
             await _put_same(backend, key, data)
         if commit.pinned:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from ckptd.daemon.fencing import check_run
 from ckptd.errors import AlreadyExists, FormatError, NotFound, SaveError, SaveSkipped, Unavailable, first_line
 from ckptd.format.keys import Version, receipt_key
 from ckptd.format.records import Receipt, Skipped, decode, encode
@@ -67,9 +68,10 @@ def skip_reason(data: bytes) -> str | None:
 
 async def put_skipped(backend: Backend, version: Version, rank: int, world: int, *, run: str, reason: str) -> None:
     """Tell the daemons of other ranks that this rank takes no part, unless its receipt is there. Best effort: where it
-    fails, the others find out when their time is up."""
+    fails, or the root is not the run's, the others find out when their time is up."""
     record = Skipped(generation=version.generation, rank=rank, reason=reason[:1000], run=run, step=version.step)
     try:
+        await check_run(backend, run)
         await put_first(backend, receipt_key(version, rank, world), encode(record))
     except Exception as error:
         log.warning("could not tell the other ranks that rank %d skips %s: %s", rank, version, first_line(error))

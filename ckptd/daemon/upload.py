@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ckptd.checkpoint.objects import token
+from ckptd.daemon.fencing import check_generation, check_run
 from ckptd.daemon.fill import Fill
 from ckptd.daemon.owner import Owner
 from ckptd.daemon.receipts import put_receipt, receipt_in
@@ -19,16 +20,14 @@ from ckptd.errors import (
     IntegrityError,
     NotFound,
     SaveError,
-    StorageError,
-    Superseded,
     first_line,
 )
 from ckptd.format.cover import check_layout
 from ckptd.format.digests import hex_digest
-from ckptd.format.keys import generation_key, receipt_key, shard_key
-from ckptd.format.records import GenerationRecord, Receipt, ShardProof, Snapshot, decode, decode_layout
+from ckptd.format.keys import receipt_key, shard_key
+from ckptd.format.records import Receipt, ShardProof, Snapshot, decode, decode_layout
 from ckptd.format.shard import block_bounds
-from ckptd.limits import RECEIPT_BYTES_MAX, SMALL_RECORD_BYTES_MAX
+from ckptd.limits import RECEIPT_BYTES_MAX
 from ckptd.storage import Backend
 
 log = logging.getLogger(__name__)
@@ -84,12 +83,13 @@ class Uploaded:
 
 
 async def upload(backend: Backend, contents: Contents, source: SlotSource, owner: Owner) -> Uploaded:
-    """Put the shard and then its receipt. Durable on return.
+    """Put the shard and then its receipt, at the root of its run and nowhere else. Durable on return.
 
     Raises :class:`SnapshotVoided`, :class:`Superseded`, :class:`SaveSkipped`, :class:`SaveError`, and what the store
     raises.
     """
     snapshot = contents.snapshot
+    await check_run(backend, snapshot.run)
     attempt = token()
     key = shard_key(snapshot.version, snapshot.rank, snapshot.world, attempt)
     info = await backend.put(key, source)
@@ -112,28 +112,6 @@ async def upload(backend: Backend, contents: Contents, source: SlotSource, owner
         # Certainly no receipt names it. After any other error one may.
         await _discard(backend, key)
         raise
-
-
-async def check_generation(backend: Backend, snapshot: Snapshot, owner: Owner) -> None:
-    """Raise :class:`Superseded`, naming the owner, where a newer generation was opened while this trainer goes on.
-
-    What a trainer has left behind is finished all the same: it harms nobody, as the lineage decides what counts.
-    """
-    if owner.dead or not owner.connected:
-        return
-    key = generation_key(snapshot.generation + 1)
-    try:
-        newer = decode(await backend.get(key, limit_bytes=SMALL_RECORD_BYTES_MAX), GenerationRecord)
-    except NotFound:
-        return
-    except (StorageError, FormatError) as error:
-        log.warning("cannot tell whether generation %d is superseded: %s", snapshot.generation, first_line(error))
-        return
-    raise Superseded(
-        f"generation {newer.generation} of {backend.url} was opened by launch {newer.launch} "
-        f"on {newer.host}, process {newer.pid}",
-        hint=f"this trainer belongs to generation {snapshot.generation}: end it, or end the other and start anew",
-    )
 
 
 async def _discard(backend: Backend, key: str) -> None:

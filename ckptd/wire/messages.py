@@ -43,6 +43,8 @@ class SnapshotOffer(msgspec.Struct, kw_only=True, frozen=True):
     arena: str
     slot: SlotNumber
     ticket: Size
+    run: str
+    """The run's id. Another run may have taken the place since."""
     step: Step
     generation: Generation
     world: World

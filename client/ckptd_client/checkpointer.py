@@ -140,7 +140,7 @@ class Checkpointer:
         self._closed = False
         self._pid = os.getpid()
         _open.add(self)
-        if not self._supply.versions():
+        if not self._supply.held():
             self._supply.grow(self._snapshots.slot_bytes_expected())
 
     def _hello(self, keep: Keep) -> Hello:

@@ -79,8 +79,8 @@ class Restored:
 class MemoryOffers(Protocol):
     """Snapshots of this rank that the daemon holds."""
 
-    def versions(self) -> list[Version]:
-        """Those that are sealed or durable."""
+    def held(self) -> Mapping[Version, str]:
+        """Those that are sealed or durable → the id of their run."""
         ...
 
     def locate(self, version: Version) -> tuple[Arena, int]:
@@ -118,6 +118,7 @@ class Restorer:
         self._root = root
         self._offers = offers
         self._scratch = scratch
+        self._in_memory: set[Version] = set()
 
     def restore(self, step: Selector, *, required: bool, strict: bool) -> Restored:
         """See :meth:`ckptd_client.Checkpointer.restore`."""
@@ -170,13 +171,24 @@ class Restorer:
 
     def _candidates(self, step: Selector) -> list[str]:
         """Versions in the order in which to try them; the same on all ranks."""
-        held = [str(version) for version in self._offers.versions()]
-        in_memory = self._agreement.decide("offers", held, _held_by_all)
+        held = [[str(version), run] for version, run in self._offers.held().items()]
+        in_memory = self._agreement.decide("offers", held, lambda all_held: run_blocking(self._usable(all_held)))
+        self._in_memory = {parse_version(text) for text in in_memory}
         if not in_memory:
             # Somebody's snapshot is gone. What the daemons still write may become the newest checkpoint.
             self._offers.await_idle()
         versions = [parse_version(text) for text in in_memory]
         return self._agreement.decide("candidates", None, lambda _: run_blocking(self._list(step, versions)))
+
+    async def _usable(self, held: list[list[list[str]]]) -> list[str]:
+        """The snapshots that every rank holds in memory, of the run that lies at the root now."""
+        async with self._root.visit() as backend:
+            try:
+                run = await Run.open(backend)
+            except NoCheckpoint:
+                return []  # what is in memory belongs to a run that was deleted
+        ours = [{version for version, run_id in each if run_id == run.id} for each in held]
+        return sorted(ours[0].intersection(*ours[1:]))
 
     async def _list(self, step: Selector, in_memory: list[Version]) -> list[str]:
         async with self._root.visit() as backend:
@@ -194,7 +206,7 @@ class Restorer:
     def _prepare(self, version: Version, strict: bool) -> tuple[Prepared | None, Source, dict[str, Any] | None]:
         """Everything but touching the live state; and this rank's vote, ``None`` for yes."""
         try:
-            proven = self._from_memory(version) if version in self._offers.versions() else None
+            proven = self._from_memory(version) if version in self._in_memory else None
             if proven is None:
                 proven = run_blocking(self._from_storage(version))
             prepared = self._state.prepare(bytes(proven.snapshot.tree), proven.layout, _reader(proven), strict=strict)
@@ -294,11 +306,6 @@ def _reader(proven: _Proven) -> Callable[[str], torch.Tensor]:
         return whole[piece.at : piece.at + piece.bytes].view(dtype).view(shape)
 
     return read
-
-
-def _held_by_all(held: list[list[str]]) -> list[str]:
-    """Pure: the versions that every rank holds in memory."""
-    return sorted(set(held[0]).intersection(*held[1:]))
 
 
 def _refusals(votes: list[dict[str, Any] | None]) -> list[dict[str, Any]]:

@@ -42,9 +42,9 @@ class ArenaSupply:
 
     # Snapshots that were left
 
-    def versions(self) -> list[Version]:
-        """Snapshots of this rank that can be restored from memory."""
-        return list(self._offers())
+    def held(self) -> dict[Version, str]:
+        """Snapshots of this rank that can be restored from memory → the id of the run that they belong to."""
+        return {version: offer.run for version, offer in self._offers().items()}
 
     def _offers(self) -> dict[Version, SnapshotOffer]:
         offers = self._link.welcome.offers

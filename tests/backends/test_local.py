@@ -6,9 +6,12 @@ import contextlib
 import errno
 import mmap
 import os
+import signal
 import stat
+import subprocess
+import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
@@ -26,7 +29,8 @@ from ckptd.format.keys import KEY_PATTERN
 from ckptd.storage import Backend, open_backend
 from ckptd_backends.files import Files
 from ckptd_backends.local import LocalBackend, LocalOptions
-from ckptd_backends.local_writer import temporary_name
+from ckptd_backends.local_directories import Directories
+from ckptd_backends.local_temporaries import sweep, temporary_name
 from ckptd_backends.testing import BackendTests, Filling, listed, patterned, unique_name
 
 MAP_NORESERVE = 0x4000
@@ -99,7 +103,7 @@ class RecordingFiles(Files):
 
 
 @contextlib.asynccontextmanager
-async def backend_at(root: Path, files: Files | None = None) -> AsyncIterator[LocalBackend]:
+async def backend_at(root: Path, files: Files | None = None) -> AsyncGenerator[LocalBackend]:
     backend = LocalBackend(str(root), LocalOptions(part_bytes=1 << 20), files)
     try:
         yield backend
@@ -366,8 +370,123 @@ async def test_deletes_that_fail_are_collected(root: Path) -> None:
         assert await listed(backend) == ["b"]
 
 
-def test_temporaries_are_known_by_name_and_age() -> None:
-    prefix, made, unique = temporary_name().split("-")
-    assert (prefix, len(unique)) == ("~ckptd", 16)
+def test_temporaries_are_known_by_name() -> None:
+    prefix, made, machine, unique = temporary_name().split("-")
+    assert (prefix, len(machine), len(unique)) == ("~ckptd", 12, 16)
     assert abs(int(made) - time.time()) <= 2
     assert KEY_PATTERN.fullmatch(temporary_name()) is None
+
+
+KILLED = """
+import asyncio, os, signal, sys
+from ckptd_backends.local import LocalBackend, LocalOptions
+from ckptd_backends.testing import Filling
+
+async def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+async def main() -> None:
+    for key in sys.argv[2:]:
+        await LocalBackend(sys.argv[1], LocalOptions()).put(key, Filling(b"x" * 10_000, at_completion=die))
+
+asyncio.run(main())
+"""
+
+
+def temporaries(root: Path) -> set[Path]:
+    return set(root.rglob("~ckptd-*"))
+
+
+def age(path: Path) -> None:
+    """As if nobody had written to it for longer than a day."""
+    then = time.time() - 90_000
+    os.utime(path, (then, then))
+
+
+def left_behind(root: Path, key: str) -> Path:
+    """The temporary of a writer that was killed."""
+    before = temporaries(root)
+    died = subprocess.run([sys.executable, "-c", KILLED, root, key], check=False, timeout=20)
+    assert died.returncode == -signal.SIGKILL
+    (left,) = temporaries(root) - before
+    return left
+
+
+async def test_temporaries_of_the_dead_are_swept_and_no_others(root: Path) -> None:
+    left = [left_behind(root, key) for key in ("checkpoints/1/a", "manifests/b")]
+    # Of another machine: its writer cannot be seen, so only age counts.
+    fresh, old, foreign = (root / "leases" / f"~ckptd-1700000000-{'0' * 12}-{number:016d}" for number in range(3))
+    fresh.parent.mkdir()
+    for path in (fresh, old):
+        path.write_bytes(b"x")
+    age(old)
+    foreign.symlink_to(fresh)
+    elsewhere = root / "mine" / left[0].name
+    elsewhere.parent.mkdir()
+    elsewhere.write_bytes(b"not in a folder of ours")
+    swept: list[int] = []
+
+    async def sweep() -> None:
+        async with backend_at(root) as another:
+            swept.append(await another.abort_stale_uploads())
+
+    async with backend_at(root) as backend:
+        await backend.put("checkpoints/1/a", Filling(b"ours", at_completion=sweep))
+        assert await backend.get("checkpoints/1/a", limit_bytes=10) == b"ours"
+    await sweep()
+    assert swept == [3, 0]
+    assert temporaries(root) == {fresh, foreign, elsewhere}
+    assert not (root / "manifests").exists()
+
+
+async def test_where_nothing_can_be_locked_only_age_counts(root: Path) -> None:
+    class NoLocks(Files):
+        def lock(self, descriptor: int) -> bool:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+    left = left_behind(root, "manifests/a")
+    async with backend_at(root, NoLocks()) as backend:
+        await backend.put("manifests/b", b"x", if_absent=True)
+        assert await backend.abort_stale_uploads() == 0
+        age(left)
+        assert await backend.abort_stale_uploads() == 1
+    assert all_names(root) == {"manifests/b"}
+
+
+async def test_a_temporary_that_is_swept_before_it_is_locked_is_made_anew(root: Path) -> None:
+    class Raced(Files):
+        swept = 0
+
+        def create(self, path: str) -> int:
+            descriptor = super().create(path)
+            if not self.swept:
+                self.swept, failures = sweep(Files(), Directories(Files(), str(root)), str(root))
+                assert not failures
+            return descriptor
+
+    files = Raced()
+    async with backend_at(root, files) as backend:
+        await backend.put("manifests/a", b"x")
+    assert (files.swept, all_names(root)) == (1, {"manifests/a"})
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "hint"),
+    [
+        (errno.ENOSPC, StorageFull, "free some space"),
+        (errno.EDQUOT, StorageFull, "quota raised"),
+        (errno.EACCES, AccessDenied, "right to read and write"),
+        (errno.EROFS, AccessDenied, "mount"),
+    ],
+)
+async def test_what_is_refused_comes_with_what_to_do(
+    root: Path, number: int, kind: type[StorageError], hint: str
+) -> None:
+    class Refusing(Files):
+        def create(self, path: str) -> int:
+            raise OSError(number, os.strerror(number))
+
+    async with backend_at(root, Refusing()) as backend:
+        with pytest.raises(kind) as failed:
+            await backend.put("x", b"x")
+    assert hint in failed.value.hint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -226,3 +227,19 @@ def test_a_step_that_is_none_is_refused_and_harms_nothing(open_ckpt: Open, tmp_r
 def test_a_place_that_can_be_no_run_is_refused_by_name(daemon: Daemon, url: str) -> None:
     with pytest.raises(ConfigError, match="names no folder"):
         Checkpointer(url, {"x": [1]}, socket=daemon.socket)
+
+
+def test_memory_of_a_run_that_was_deleted_does_not_come_back(open_ckpt: Open, tmp_run: str) -> None:
+    training = Training()
+    with open_ckpt(tmp_run, training.state) as ckpt:
+        ckpt.restore()
+        training.step()
+        ckpt.save(200).wait(timeout=30)
+    shutil.rmtree(tmp_run.removeprefix("file://"))
+    with open_ckpt(tmp_run, training.state) as ckpt:
+        assert ckpt.restore().source == "none"
+        training.step()
+        ckpt.save(20).wait(timeout=30)
+    with open_ckpt(tmp_run, Training(seed=3).state) as ckpt:
+        restored = ckpt.restore()
+    assert (restored.step, restored.generation) == (20, 2)

@@ -9,7 +9,7 @@ import pytest
 from ckptd.arena import SlotState
 from ckptd.errors import DeadlineExceeded, UsageError
 from ckptd.format.keys import Version, generation_key
-from ckptd.format.records import GenerationRecord, Skipped, decode, encode
+from ckptd.format.records import GenerationRecord, Run, Skipped, decode, encode
 from ckptd.wire import messages
 from ckptd.wire.messages import Committed, Failed, Filled, Sealed, SlotRef
 from devtools.processes import wait_until
@@ -195,9 +195,10 @@ def test_a_store_that_cannot_be_opened_is_an_error_with_a_name(daemon: DaemonPro
 
 def test_a_save_that_fails_frees_its_slot_and_the_next_one_works(daemon: DaemonProcess, tmp_path: Path) -> None:
     root = tmp_path / "run"
-    root.write_text("a file where a folder should be")
     member = Member(f"file://{root}")
     with trainer(daemon.socket, member) as session:
+        root.rename(tmp_path / "elsewhere")
+        root.write_text("a file where a folder should be")
         at = session.save(1)
         failed = session.outcome(1)
         assert isinstance(failed, Failed)
@@ -206,6 +207,55 @@ def test_a_save_that_fails_frees_its_slot_and_the_next_one_works(daemon: DaemonP
         assert session.arena is not None
         assert session.arena.record(at.slot).state is SlotState.FREE
         root.unlink()
+        (tmp_path / "elsewhere").rename(root)
         session.save(2)
         session.expect(Committed, step=2)
         check_committed(member, 2)
+
+
+def test_a_run_whose_root_has_gone_is_not_saved_to_another(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """Deleted, unmounted, or another run's by now: nothing is written there, and nothing counts as committed."""
+    root, away = tmp_path / "run", tmp_path / "away"
+    member = Member(f"file://{root}")
+    with trainer(daemon.socket, member) as session:
+        session.save(1)
+        session.expect(Committed, step=1)
+        root.rename(away)
+        for step, said in (
+            (2, "run.json is missing"),
+            (3, "run.json is of run theirs, and this save is of run testrun"),
+        ):
+            session.save(step)
+            failed = messages.as_error(session.expect(Failed, step=step))
+            assert said in failed.message
+            assert "bring" in failed.hint
+            session.await_idle()
+            assert [path.name for path in root.rglob("*")] == ([] if step == 2 else ["run.json"])
+            root.mkdir(exist_ok=True)
+            (root / "run.json").write_bytes(encode(Run(run="theirs")))
+        (root / "run.json").unlink()
+        root.rmdir()
+        away.rename(root)
+        session.save(4)
+        session.expect(Committed, step=4)
+        check_committed(member, 4)
+
+
+def test_a_root_that_goes_before_the_commit_gets_no_manifest(daemon: DaemonProcess, tmp_run: str) -> None:
+    ranks = [Member(tmp_run, rank=rank, world=2) for rank in (0, 1)]
+    with trainer(daemon.socket, ranks[0]) as zero, trainer(daemon.socket, ranks[1]) as one:
+        content = one.member.content(1)
+        at = one.begin(content)  # its upload has begun, and so is past the first look
+        one.copy(at, content, 0, 1000)
+        one.wait_for_stage(Version(1, 1), "write")
+        zero.durable(zero.save(1))
+        wait_until(lambda: any(run_folder(tmp_run).rglob("~ckptd-*")), "the upload", deadline_seconds=20)
+        (run_folder(tmp_run) / "run.json").unlink()
+        one.copy(at, content, 1000, len(content.shard))
+        one.seal(at)
+        for session in (zero, one):
+            failed = session.outcome(1)
+            assert isinstance(failed, Failed)
+            assert (failed.stage, failed.error) == ("commit", "SaveError")
+            assert "run.json is missing" in failed.message
+        assert manifest(tmp_run, Version(1, 1)) is None

@@ -192,22 +192,36 @@ def test_another_protocol_version_says_what_to_do(daemon: DaemonProcess) -> None
 
 
 def test_an_arena_that_does_not_fit_is_refused_with_figures(socket_path: Path, tmp_run: str) -> None:
+    with (
+        daemon_at(socket_path, "--memory-budget", "4") as daemon,
+        trainer(daemon.socket, Member(tmp_run), slots=1) as session,
+        trainer(daemon.socket, Member(f"{tmp_run}-2"), slots=0) as other,
+    ):
+        with pytest.raises(ResourceError, match=r"arena of 8\.\d MB does not fit: 3\.\d MB are left"):
+            session.make_arena(1, 8 << 20)
+        with pytest.raises(ResourceError, match="TB does not fit"):
+            session.make_arena(2, 1 << 40)
+        session.save(1)
+        session.expect(Committed)
+        with pytest.raises(ResourceError):  # a living session's arena is its own, whatever is in it
+            other.make_arena(3, 1 << 20)
+
+
+def test_a_closed_session_leaves_its_room_when_all_is_durable(socket_path: Path, tmp_run: str) -> None:
+    """Its process lives on, as with the second Checkpointer of a process, or the second cell of a notebook."""
     with daemon_at(socket_path, "--memory-budget", "4") as daemon:
         with trainer(daemon.socket, Member(tmp_run), slots=1) as session:
-            with pytest.raises(ResourceError, match=r"arena of 8\.\d MB does not fit: 3\.\d MB are left"):
-                session.make_arena(1, 8 << 20)
-            with pytest.raises(ResourceError, match="TB does not fit"):
-                session.make_arena(2, 1 << 40)
             session.save(1)
             session.expect(Committed)
-        # What it held was that of a living process; dropped and drained, it makes room.
         with trainer(daemon.socket, Member(tmp_run, launch="launch#1"), slots=0) as session:
-            with pytest.raises(ResourceError):
-                session.make_arena(3, 1 << 20)
-            (left,) = session.status()["arenas"]["listed"]
-            session.borrow_arena(left["id"])
-            session.drop_arena()
+            assert len(session.status()["arenas"]["listed"]) == 1  # to restore from, as long as nobody needs the room
             session.make_arena(3, 1 << 20)
+            session.begin(session.member.content(2))
+        with (
+            trainer(daemon.socket, Member(f"{tmp_run}-2"), slots=0) as session,
+            pytest.raises(ResourceError, match="does not fit"),  # of what is not durable nothing is taken
+        ):
+            session.make_arena(1, 2 << 20)
 
 
 def test_status_says_what_is_going_on_and_no_secrets(socket_path: Path, tmp_run: str) -> None:

@@ -15,9 +15,12 @@ from ckptd.arena import SlotState
 from ckptd.format.keys import Version, manifest_key
 from ckptd.format.records import Manifest, decode
 from ckptd.wire.messages import Committed, Failed
+from devtools.processes import wait_until
 from devtools.seaweedfs import S3Endpoint
-from tests.daemon.stored import check_committed, manifest
+from tests.daemon.stored import check_committed, manifest, run_folder
 from tests.daemon.trainer import DaemonProcess, Member, Trainer, daemon_at, trainer
+from tests.servers.fault_proxy import FaultProxy, refuse
+from tests.servers.proxied import raw_client
 
 
 def test_both_roots_of_a_run_get_the_checkpoint(daemon: DaemonProcess, tmp_path: Path) -> None:
@@ -35,7 +38,8 @@ def test_both_roots_of_a_run_get_the_checkpoint(daemon: DaemonProcess, tmp_path:
         failed = session.outcome(2)
         assert isinstance(failed, Failed)
         assert "far" in failed.message
-        session.await_idle()
+        # The near one's commit goes on by itself.
+        wait_until(lambda: manifest(member.url, Version(2, 1)) is not None, "the near manifest", deadline_seconds=10)
         check_committed(member, 2)
         assert manifest(member.far_url, Version(2, 1)) is None
 
@@ -68,6 +72,32 @@ def test_s3_from_the_slot_to_the_manifest(s3_server: S3Endpoint, socket_path: Pa
     assert receipt["shard"]["checksum"].startswith("crc32c:")
     assert stored(receipt["shard"]["key"]) == member.content(3, size).shard
     client.close()
+
+
+def test_a_full_store_is_cleared_of_what_retention_could_not_delete(s3_server: S3Endpoint, socket_path: Path) -> None:
+    with FaultProxy(s3_server) as proxy, raw_client(s3_server) as client:
+        member = Member(s3_server.prefix(), keep_last=1, storage_options=proxy.options)
+        manifests = member.url.removeprefix(f"s3://{s3_server.bucket}/") + "/manifests/"
+
+        def committed() -> list[str]:
+            found = client.list_objects_v2(Bucket=s3_server.bucket, Prefix=manifests).get("Contents", [])
+            return [entry["Key"].removeprefix(manifests) for entry in found]
+
+        with daemon_at(socket_path) as daemon, trainer(daemon.socket, member) as session:
+            session.save(1)
+            assert isinstance(session.outcome(1), Committed)
+            full = refuse(507, "InsufficientStorage")
+            proxy.fault("PutObject", full, times=99, when=lambda exchange: "tombstones/" in exchange.target)
+            session.save(2)
+            assert isinstance(session.outcome(2), Committed)
+            wait_until(lambda: "stays for now" in daemon.log.read_text(), "a deletion to fail", deadline_seconds=10)
+            assert len(committed()) == 2
+            proxy.forget()
+            # No commit will come that could bring retention back, until there is room again.
+            proxy.fault("*", full, when=lambda exchange: ".safetensors" in exchange.target)
+            session.save(3)
+            assert isinstance(session.outcome(3), Failed)
+            wait_until(lambda: committed() == ["000000000002-g000001.json"], "retention", deadline_seconds=10)
 
 
 def test_racing_committers_write_the_same(socket_path: Path, tmp_run: str) -> None:
@@ -110,3 +140,5 @@ def test_a_daemon_killed_again_and_again_loses_nothing(socket_path: Path, tmp_ru
             assert isinstance(session.outcome(step), Committed)
             for earlier in range(1, step):
                 assert manifest(tmp_run, Version(earlier, 1)) is not None
+        # What the killed ones were writing is swept when the next one opens the store.
+        wait_until(lambda: not any(run_folder(tmp_run).rglob("~*")), "the sweep", deadline_seconds=10)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -21,19 +22,22 @@ import msgspec
 
 from ckptd.arena import Arena, SlotRecord, SlotState
 from ckptd.arena.memory import pages
-from ckptd.errors import DaemonError
+from ckptd.errors import AlreadyExists, DaemonError
+from ckptd.format import keys
 from ckptd.format.digests import digest
 from ckptd.format.keys import Version
 from ckptd.format.records import (
     Layout,
     Parent,
     Piece,
+    Run,
     Snapshot,
     Span,
     TensorEntry,
     encode,
 )
 from ckptd.format.shard import StoredPiece, lay_out
+from ckptd.storage import open_backend
 from ckptd.wire import channel, messages
 from ckptd.wire.messages import (
     ArenaGranted,
@@ -394,11 +398,24 @@ def connect(socket_path: Path) -> socket.socket:
     return connection
 
 
+def begin_run(member: Member) -> None:
+    """Say whose the member's roots are, as the first trainer of a run does."""
+
+    async def begin(url: str) -> None:
+        async with contextlib.aclosing(open_backend(url, member.storage_options)) as backend:
+            with contextlib.suppress(AlreadyExists):
+                await backend.put(keys.RUN, encode(Run(run=RUN)), if_absent=True)
+
+    for url in filter(None, (member.url, member.far_url)):
+        asyncio.run(begin(url))
+
+
 @contextlib.contextmanager
 def trainer(socket_path: Path, member: Member, *, slots: int = 2, slot_bytes: int = 1 << 20) -> Generator[Trainer]:
-    """A trainer with an arena (none with ``slots=0``)."""
+    """A trainer of a run that was begun, with an arena (none with ``slots=0``)."""
     session = Trainer(socket_path, member)
     try:
+        begin_run(member)
         session.hello()
         if slots:
             session.make_arena(slots, slot_bytes)
