@@ -1,0 +1,73 @@
+"""A run: each subject in turn, round after round, on one folder of one disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+from bench.settings import Settings
+from devtools.processes import kill_group, spawn
+
+FORMAT = "ckptd-bench/1"
+TURN_SECONDS = 1800.0
+"""A turn that takes longer has failed."""
+ROOT = Path(__file__).parent.parent
+
+Results = dict[str, Any]
+"""As it is written to a file: ``format``, ``settings``, ``machine``, and by subject the ``turns``."""
+
+
+def run(settings: Settings, names: Sequence[str], folder: Path, say: Callable[[str], None]) -> Results:
+    """Give each subject its turns. What fails is said in its turn's ``error``; the others go on."""
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for number in range(settings.rounds):
+        for name in names if number % 2 == 0 else reversed(names):
+            began = time.monotonic()
+            turn = _turn(name, settings, folder)
+            turns[name].append(turn)
+            outcome = turn.get("error") or "ok"
+            say(f"round {number + 1} of {settings.rounds}, {name}: {outcome}, {time.monotonic() - began:.0f} s")
+    machine: dict[str, Any] = {}
+    for turn in (turn for of in turns.values() for turn in of):
+        machine |= turn.pop("machine", {})
+    return {"format": FORMAT, "settings": asdict(settings), "machine": machine, "subjects": turns}
+
+
+def _turn(name: str, settings: Settings, folder: Path) -> dict[str, Any]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="turn-", dir=folder, ignore_cleanup_errors=True) as place:
+        result, log = Path(place) / "result.json", Path(place) / "log"
+        argv: list[str | Path] = [sys.executable, "-m", "bench.turn", name, json.dumps(asdict(settings)), place, result]
+        with log.open("wb") as output:
+            process = spawn(argv, env={"OMP_NUM_THREADS": "1"}, cwd=ROOT, output=output)
+            try:
+                process.wait(TURN_SECONDS)
+            except subprocess.TimeoutExpired:
+                return {"error": f"not done after {TURN_SECONDS:g} s"}
+            finally:
+                kill_group(process)
+        if process.returncode == 0:
+            return cast("dict[str, Any]", json.loads(result.read_bytes()))
+        return {"error": _last_words(log.read_text(errors="replace"), place, process.returncode)}
+
+
+def _last_words(text: str, place: str, code: int) -> str:
+    """What an exception said at last, without folders of this machine."""
+    lines = [line for line in text.splitlines() if line and not line[0].isspace()]
+    words = lines[-1] if lines else f"ended with {code}"
+    return words.replace(place, "").replace(str(ROOT), "")[:300]
+
+
+def free_bytes(folder: Path) -> int:
+    """Room on the disk that a folder will lie on."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
