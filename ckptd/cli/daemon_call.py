@@ -35,7 +35,8 @@ def call(path: Path, request: Request, kind: type[Reply], *, seconds: float) -> 
             raise DeadlineExceeded(f"the daemon at {path} did not answer within {seconds:g} s") from None
         except OSError as error:
             raise DaemonError(
-                f"no daemon at {path}: {error.strerror or error}", hint="start one with: ckptd serve"
+                f"no daemon at {path}: {error.strerror or error}",
+                hint="nothing is being written; `ckptd serve` starts one, and so does a trainer",
             ) from None
     if fd is not None:
         os.close(fd)

@@ -61,6 +61,7 @@ class Demo:
 
         def say(phase: str) -> None:
             self._progress.update(task, phase=phase)
+            self._tell_a_log(where, phase)
 
         with stage(self._folder / where.replace(" ", "-"), url, environment, lambda: None) as made:
             made.on_wait = lambda: self._progress.update(task, completed=made.last_step())
@@ -77,7 +78,13 @@ class Demo:
         return state_bytes / (EVERY * step_seconds(self.reference) * WRITE_FRACTION)
 
     def _task(self, name: str) -> TaskID:
+        self._tell_a_log(name, "training")
         return self._progress.add_task(name, total=STEPS, phase="training")
+
+    def _tell_a_log(self, name: str, phase: str) -> None:
+        """A line for each phase where no bar can be drawn."""
+        if not self._progress.console.is_terminal:
+            self._progress.console.print(f"{name}: {phase}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

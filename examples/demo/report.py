@@ -127,7 +127,7 @@ _ROWS: tuple[tuple[str, Callable[[Result], str]], ...] = (
     ("a save stops training", _stall),
     ("a step during a write", _slowdown),
     ("a save is durable after", _durable),
-    ("  limit and way taken", _way),
+    ("  at the limit set here", _way),
     ("trainer killed in write", lambda result: str(result.story.trainer_killed_in)),
     ("  committed after", lambda result: _time(result.story.committed_after_seconds)),
     ("  resumed from", lambda result: _restores(result)[1]),
