@@ -42,25 +42,31 @@ def test_interrupted_training_equals_one_that_never_imported_ckptd(tmp_path: Pat
 
 
 @pytest.mark.timeout(240)
-def test_ranks_go_on_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_go_on_together(tmp_path: Path, world: int) -> None:
+    """Under torchrun and gloo: they commit together, and restore together from storage."""
     url = tmp_path / "run"
     with stage(tmp_path / "s", str(url), {}, lambda: None) as first:
         first.start_daemon(FAST)
-        _torchrun(url, tmp_path / "first", first.socket)
+        _torchrun(world, url, tmp_path / "first", first.socket)
     (newest,) = (url / "manifests").glob("*6-*.json")
     newest.unlink()  # as if step 6 had never been
     shutil.rmtree(url / "checkpoints" / newest.stem)
     with stage(tmp_path / "t", str(url), {}, lambda: None) as second:
         second.start_daemon(FAST)
-        _torchrun(url, tmp_path / "second", second.socket)
-    for rank in (0, 1):
+        _torchrun(world, url, tmp_path / "second", second.socket)
+    for rank in range(world):
         before, after = _losses(tmp_path / f"first.{rank}.jsonl"), _losses(tmp_path / f"second.{rank}.jsonl")
         assert list(before) == [1, 2, 3, 4, 5, 6]
-        assert after == {step: before[step] for step in (4, 5, 6)}
+        assert list(after) == [4, 5, 6]
+        # DDP sums in other buckets in its first backward, and beyond two ranks the order of a sum shows in its last bit.
+        exact = (4, 5, 6) if world == 2 else (4,)
+        assert [after[step] for step in exact] == [before[step] for step in exact]
+        assert after == pytest.approx({step: before[step] for step in after}, rel=1e-5)
 
 
-def _torchrun(url: Path, log: Path, socket: Path) -> None:
-    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+def _torchrun(world: int, url: Path, log: Path, socket: Path) -> None:
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--standalone"]
     argv += ["-m", "examples.ddp", str(url), "--steps", "6", "--every", "3", "--events", str(log.with_suffix(".jsonl"))]
     output = log.with_suffix(".txt")
     with output.open("wb") as out:
