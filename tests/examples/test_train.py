@@ -59,7 +59,7 @@ def test_ranks_go_on_together(tmp_path: Path, world: int) -> None:
         before, after = _losses(tmp_path / f"first.{rank}.jsonl"), _losses(tmp_path / f"second.{rank}.jsonl")
         assert list(before) == [1, 2, 3, 4, 5, 6]
         assert list(after) == [4, 5, 6]
-        # DDP sums in other buckets in its first backward, and beyond two ranks the order of a sum shows in its last bit.
+        # DDP sums in other buckets in its first backward; beyond two ranks the order of a sum shows in its last bit.
         exact = (4, 5, 6) if world == 2 else (4,)
         assert [after[step] for step in exact] == [before[step] for step in exact]
         assert after == pytest.approx({step: before[step] for step in after}, rel=1e-5)
