@@ -12,7 +12,7 @@ import typer
 
 from bench.plot import plot
 from bench.report import report
-from bench.run import free_bytes, run
+from bench.run import Results, free_bytes, run
 from bench.settings import Settings
 from bench.subjects import SUBJECTS
 from bench.summary import summarize
@@ -64,9 +64,13 @@ def bench(
             f"{folder} has {humanize.naturalsize(free)} free, and {ROOM_STATES} states of "
             f"{humanize.naturalsize(state_bytes)} have to fit"
         )
-    found = run(settings, names, folder, lambda line: print(line, file=sys.stderr, flush=True))
     results.mkdir(parents=True, exist_ok=True)
-    (results / f"{settings.name}.json").write_text(json.dumps(found, indent=1) + "\n")
+
+    def after_turn(found: Results, words: str) -> None:
+        print(words, file=sys.stderr, flush=True)
+        (results / f"{settings.name}.json").write_text(json.dumps(found, indent=1) + "\n")
+
+    found = run(settings, names, folder, after_turn)
     text = report(found)
     (results / f"{settings.name}.md").write_text(text + "\n")
     figures, failed = summarize(found)

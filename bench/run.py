@@ -25,20 +25,22 @@ Results = dict[str, Any]
 """As it is written to a file: ``format``, ``settings``, ``machine``, and by subject the ``turns``."""
 
 
-def run(settings: Settings, names: Sequence[str], folder: Path, say: Callable[[str], None]) -> Results:
-    """Give each subject its turns. What fails is said in its turn's ``error``; the others go on."""
+def run(settings: Settings, names: Sequence[str], folder: Path, after_turn: Callable[[Results, str], None]) -> Results:
+    """Give each subject its turns. What fails is said in its turn's ``error``; the others go on.
+
+    ``after_turn`` is called with all results so far, and how the turn went in words.
+    """
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    results: Results = {"format": FORMAT, "settings": asdict(settings), "machine": {}, "subjects": turns}
     for number in range(settings.rounds):
         for name in names if number % 2 == 0 else reversed(names):
             began = time.monotonic()
             turn = _turn(name, settings, folder)
+            results["machine"] |= turn.pop("machine", {})
             turns[name].append(turn)
-            outcome = turn.get("error") or "ok"
-            say(f"round {number + 1} of {settings.rounds}, {name}: {outcome}, {time.monotonic() - began:.0f} s")
-    machine: dict[str, Any] = {}
-    for turn in (turn for of in turns.values() for turn in of):
-        machine |= turn.pop("machine", {})
-    return {"format": FORMAT, "settings": asdict(settings), "machine": machine, "subjects": turns}
+            outcome = f"{turn.get('error') or 'ok'}, {time.monotonic() - began:.0f} s"
+            after_turn(results, f"round {number + 1} of {settings.rounds}, {name}: {outcome}")
+    return results
 
 
 def _turn(name: str, settings: Settings, folder: Path) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def summarize(results: Results) -> tuple[dict[str, Figures], dict[str, str]]:
         if good:
             figures[name] = _figures(name, good)
         else:
-            failed[name] = turns[-1]["error"]
+            failed[name] = turns[-1]["error"] if turns else "it has not had a turn"
     return figures, failed
 
 

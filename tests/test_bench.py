@@ -40,7 +40,7 @@ NEED_OWN_PROCESS = ("dcp.async_save, process, all options", "dcp experimental")
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """As ``python -m bench`` has them, but that most subjects have their turn in this process, which is faster."""
-    found = run(TINY, [subjects.FLOOR, *NEED_OWN_PROCESS], tmp_path_factory.mktemp("bench"), lambda line: None)
+    found = run(TINY, [subjects.FLOOR, *NEED_OWN_PROCESS], tmp_path_factory.mktemp("bench"), lambda *_: None)
     for name in subjects.SUBJECTS:
         if name not in found["subjects"]:
             turn = asdict(Bench(name, TINY, tmp_path_factory.mktemp("turn")).run())

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,17 +18,16 @@ from typing import TypeVar
 import msgspec
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from ckptd.errors import AccessDenied, CkptdError, DaemonError, DeadlineExceeded
+from ckptd.errors import CkptdError, DaemonError, DeadlineExceeded
 from ckptd.limits import CONNECT_SECONDS
 from ckptd.wire import channel, messages
 from ckptd.wire.messages import ArenaGranted, Committed, Durable, Failed, Hello, Message, Outgoing, Refused, Request
+from ckptd_client.doorstep import SEND_SECONDS, connect, log_path, spawn_daemon
 
 Event = Durable | Committed | Failed
 Reply = TypeVar("Reply", bound=Request)
 
 REPLY_SECONDS = 30.0
-SEND_SECONDS = 5.0
-"""A daemon that does not take a datagram for so long counts as gone."""
 
 
 class DaemonLink:
@@ -230,49 +227,13 @@ class DaemonLink:
                         raise DaemonError("the link was closed")
                     if attempt.retry_state.attempt_number > 1 and self._start_daemon:
                         if not started or self._daemon_is_gone():
-                            self._spawn()
+                            self._daemon_pid = spawn_daemon(self._path)
                         started = True
-                    return self._connect_once()
+                    return connect(self._path)
         except (FileNotFoundError, ConnectionError) as error:
             hint = f"see {log_path(self._path)}" if started else "start one with: ckptd serve"
             raise DaemonError(f"no daemon answers at {self._path}: {error}", hint=hint) from None
         raise AssertionError("unreachable: the loop above returns or raises")
-
-    def _connect_once(self) -> socket.socket:
-        channel.check_length(self._path)
-        if self._path.parent.exists():
-            channel.check_folder(self._path)
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            connection.connect(str(self._path))
-            if channel.peer_of(connection).uid not in (os.geteuid(), 0):
-                raise AccessDenied(f"the daemon at {self._path} runs as another user")
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_SECONDS), 0))
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    def _spawn(self) -> None:
-        """Start a daemon in a session of its own, by exec, so that it outlives this process and inherits nothing."""
-        channel.prepare_folder(self._path)
-        log = os.open(
-            log_path(self._path), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-        )
-        try:
-            self._daemon_pid = os.posix_spawn(
-                sys.executable,
-                [sys.executable, "-m", "ckptd.daemon", "--socket", str(self._path)],
-                os.environ,
-                file_actions=[
-                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                    (os.POSIX_SPAWN_DUP2, log, 1),
-                    (os.POSIX_SPAWN_DUP2, log, 2),
-                ],
-                setsid=True,
-            )
-        finally:
-            os.close(log)
 
     def _daemon_is_gone(self) -> bool:
         """Whether the daemon that we started has ended; reaps it."""
@@ -301,8 +262,3 @@ class DaemonLink:
         self._listener.join(timeout=SEND_SECONDS)
         self._socket.close()
         self._daemon_is_gone()
-
-
-def log_path(path: Path) -> Path:
-    """Where a daemon that a client starts writes its log."""
-    return path.with_suffix(".log")
