@@ -15,6 +15,8 @@ from ckptd_backends.local_temporaries import temporary_name
 
 DIRECT_BYTES_MIN = 1024 * 1024
 """Smaller objects go through the page cache, which is as fast and simpler."""
+FOLDER_ATTEMPTS_MAX = 64
+"""So often a new file is tried again where sweeping processes remove its folder, or itself, in between."""
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.ENOENT}
 """``ENOENT``: without ``/proc``, or where somebody else has removed the temporary name."""
@@ -55,16 +57,19 @@ class NewFile:
             self.body_bytes = size - size % PAGE_BYTES
 
     def _open(self) -> int:
-        while True:
-            self._directories.ensure(self._folder)
-            self._temporary = os.path.join(self._folder, temporary_name())
+        for attempt in range(FOLDER_ATTEMPTS_MAX):
             try:
+                self._directories.ensure(self._folder)
+                self._temporary = os.path.join(self._folder, temporary_name())
                 descriptor = self._files.create(self._temporary)
             except FileNotFoundError:
-                continue  # the folder was empty and another process removed it just now
+                if attempt == FOLDER_ATTEMPTS_MAX - 1:
+                    raise
+                continue  # a folder was empty, and another process that sweeps removed it just now
             if self._is_claimed(descriptor):
                 return descriptor
             self._files.close(descriptor)
+        raise StorageError(f"new files in {self._folder} are removed as soon as they are made", key=self._key)
 
     def _is_claimed(self, descriptor: int) -> bool:
         """Whether the new file is marked as one with a living writer, and was not swept just before that."""

@@ -352,6 +352,21 @@ async def test_an_unwritable_place_is_told(tmp_path: Path) -> None:
             await backend.put("x", b"x")
 
 
+async def test_a_folder_that_is_swept_while_it_is_being_made_is_made_again(root: Path) -> None:
+    class Swept(Files):
+        left = 3
+
+        def make_directory(self, path: str) -> None:
+            super().make_directory(path)
+            if path.endswith("/folder") and self.left:
+                self.left -= 1
+                os.rmdir(path)  # as another process does with a folder that it finds empty
+
+    async with backend_at(root, Swept()) as backend:
+        await backend.put("folder/inner/x", b"x")
+        assert await backend.get("folder/inner/x", limit_bytes=10) == b"x"
+
+
 async def test_deletes_that_fail_are_collected(root: Path) -> None:
     class Stuck(Files):
         def unlink(self, path: str) -> None:
