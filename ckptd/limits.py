@@ -41,6 +41,8 @@ SLOT_SLACK_BYTES_MIN = MIB
 MESSAGE_BYTES_MAX = 128 * KIB
 """One datagram on the socket; bulk lies in the arena, never in messages."""
 CLIENTS_MAX = 1024
+OFFERS_MAX = 256
+"""Snapshots in memory that are offered for a restore, newest first: those of a node fit into one message."""
 SEND_QUEUE_MAX = 1024
 """Messages that wait for a client that does not read; then it is disconnected."""
 

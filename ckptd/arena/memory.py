@@ -99,9 +99,10 @@ class Arena:
         caller's.
         """
         self.id, self.shape = _identify(fd)
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        # Not writable: what is written all the same stays here. torch takes no memory that is marked as read-only.
+        sharing = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE
         try:
-            self._mmap = mmap.mmap(fd, self.shape.size_bytes, mmap.MAP_SHARED, protection)
+            self._mmap = mmap.mmap(fd, self.shape.size_bytes, sharing, mmap.PROT_READ | mmap.PROT_WRITE)
         except (OSError, ValueError, OverflowError) as error:
             raise ResourceError(f"cannot map an arena of {self.shape.size_bytes} bytes: {error}") from None
         self.fd = fd

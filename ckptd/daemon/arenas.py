@@ -14,7 +14,7 @@ from ckptd.arena.memory import pages
 from ckptd.checkpoint.concurrency import in_thread
 from ckptd.daemon.fill import Fill
 from ckptd.daemon.memory import headroom_bytes
-from ckptd.daemon.owner import Owner, Seat
+from ckptd.daemon.owner import Owner
 from ckptd.errors import CkptdError, FormatError, ResourceError, RunInUse, UsageError
 from ckptd.format.records import Snapshot, decode
 from ckptd.limits import SLOTS_MAX
@@ -37,6 +37,7 @@ class HeldArena:
     """Of its slots, in flight: the mapping has to stay."""
     dropped: bool = False
     """Its owner needs it no longer."""
+    _read_only_fd: int = -1
 
     def may_go_to(self, owner: Owner) -> bool:
         """Whether ``owner`` may write into it: it does already, or whoever did is proven dead."""
@@ -58,6 +59,19 @@ class HeldArena:
         """The fill of a slot, if it is this one."""
         found = self.fills.get(slot)
         return found if found is not None and found.record.ticket == ticket else None
+
+    def read_only_fd(self) -> int:
+        """A descriptor through which the arena can be read and not written; it lives as long as the arena."""
+        if self._read_only_fd < 0:
+            self._read_only_fd = os.open(f"/proc/self/fd/{self.arena.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        return self._read_only_fd
+
+    def close(self) -> None:
+        """Give memory and descriptors back."""
+        if self._read_only_fd >= 0:
+            os.close(self._read_only_fd)
+            self._read_only_fd = -1
+        self.arena.close()
 
     def record(self, slot: int) -> SlotRecord | None:
         """``None`` for a slot that is not there, or no longer, or whose record is damaged."""
@@ -155,6 +169,13 @@ class Arenas:
         self._hand_over(held, owner)
         return held
 
+    def show(self, owner: Owner, arena_id: str) -> HeldArena:
+        """The arena of any rank of the same run, to read. Raises :class:`UsageError` where there is none."""
+        held = self._held.get(arena_id)
+        if held is None or held.owner.seat.url != owner.seat.url or held.dropped:
+            raise UsageError(f"no arena {arena_id} of {owner.seat.url}")
+        return held
+
     def _hand_over(self, held: HeldArena, owner: Owner) -> None:
         if not held.may_go_to(owner):
             raise RunInUse(
@@ -172,11 +193,11 @@ class Arenas:
     # What is in them
 
     def offers(self, owner: Owner) -> list[SnapshotOffer]:
-        """Snapshots of its seat that this trainer can borrow to restore from, newest first. Blocking."""
+        """Snapshots of its run, of whichever rank, that this trainer can restore from, newest first. Blocking."""
         offers: list[SnapshotOffer] = []
         for held in self.all():
-            if held.owner.seat == owner.seat and not held.dropped and held.may_go_to(owner):
-                offers += _offers_of(held.arena)
+            if held.owner.seat.url == owner.seat.url and not held.dropped:
+                offers += _offers_of(held.arena, writable=held.owner.seat == owner.seat and held.may_go_to(owner))
         return sorted(offers, key=lambda offer: (offer.generation, offer.step), reverse=True)
 
     # Going
@@ -186,10 +207,13 @@ class Arenas:
         held.dropped = True
         self.sweep()
 
-    def drop_abandoned(self, seat: Seat) -> None:
-        """A newer checkpoint of this seat is committed: what its dead trainers left is of no more use."""
+    def drop_abandoned(self, owner: Owner) -> None:
+        """A checkpoint of a living trainer is committed: what its dead predecessors left of the run, and in other seats
+        what dead trainers of earlier launches left, is older, and of no more use."""
         for held in self.all():
-            if held.owner.seat == seat and held.owner.dead:
+            other = held.owner
+            earlier = other.seat == owner.seat or (other.seat.url == owner.seat.url and other.launch != owner.launch)
+            if earlier and other.dead:
                 held.dropped = True
         self.sweep()
 
@@ -223,7 +247,7 @@ class Arenas:
     def _release(self, held: HeldArena) -> None:
         del self._held[held.arena.id]
         log.info("arena %s of %s is given back", held.arena.id[:8], held.owner.seat)
-        held.arena.close()
+        held.close()
 
     def close(self) -> None:
         """Give all of them back; living trainers keep their mappings."""
@@ -231,7 +255,7 @@ class Arenas:
             self._release(held)
 
 
-def _offers_of(arena: Arena) -> list[SnapshotOffer]:
+def _offers_of(arena: Arena, *, writable: bool) -> list[SnapshotOffer]:
     offers: list[SnapshotOffer] = []
     for slot in range(arena.shape.slots):
         try:
@@ -252,6 +276,7 @@ def _offers_of(arena: Arena) -> list[SnapshotOffer]:
                 generation=snapshot.generation,
                 world=snapshot.world,
                 rank=snapshot.rank,
+                writable=writable,
             )
         )
     return offers

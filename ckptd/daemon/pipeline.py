@@ -68,7 +68,7 @@ class Pipeline:
         self._tally.counts["committed"] += 1
         self._tally.committed[save.owner.seat.url] = save.version
         if not save.owner.dead:
-            self._arenas.drop_abandoned(save.owner.seat)
+            self._arenas.drop_abandoned(save.owner)
         self._retire(save)
         save.fill.held.owner.post(
             Committed(

@@ -18,6 +18,7 @@ from ckptd.daemon.connection import Connection
 from ckptd.daemon.owner import Owner, PeerProcess, Seat
 from ckptd.errors import CkptdError, ConfigError, ProtocolError, UsageError, first_line
 from ckptd.format.keys import Version
+from ckptd.limits import OFFERS_MAX
 from ckptd.wire.channel import Peer
 from ckptd.wire.messages import (
     PROTOCOL,
@@ -33,7 +34,9 @@ from ckptd.wire.messages import (
     HandArena,
     Hello,
     Incoming,
+    ListOffers,
     MakeArena,
+    Offers,
     Outgoing,
     Request,
     Sealed,
@@ -124,6 +127,8 @@ class Session:
                 self._answer(message, self._hand(owner, message, fd))
             case MakeArena():
                 self._answer(message, self._make(owner, message))
+            case ListOffers():
+                self._answer(message, self._offers(owner, message))
             case BorrowArena():
                 self._answer(message, self._borrow(owner, message))
             case DropArena():
@@ -193,8 +198,7 @@ class Session:
             self._greeted = False  # it may try again
             raise
         self.owner = owner
-        offers = await in_thread(self.service.arenas.offers, owner)
-        return Welcome(request=hello.request, pid=os.getpid(), version=__version__, offers=tuple(offers[:64])), None
+        return Welcome(request=hello.request, pid=os.getpid(), version=__version__), None
 
     async def _status(self, request: GetStatus) -> tuple[Outgoing, int | None]:
         return Status(request=request.request, status=self.service.status()), None
@@ -207,7 +211,14 @@ class Session:
         held = await self.service.arenas.make(owner, request.slots, request.slot_bytes)
         return ArenaGranted(request=request.request, arena=held.arena.id), held.arena.fd
 
+    async def _offers(self, owner: Owner, request: ListOffers) -> tuple[Outgoing, int | None]:
+        offers = await in_thread(self.service.arenas.offers, owner)
+        return Offers(request=request.request, offers=tuple(offers[:OFFERS_MAX])), None
+
     async def _borrow(self, owner: Owner, request: BorrowArena) -> tuple[Outgoing, int | None]:
+        if request.read_only:
+            held = self.service.arenas.show(owner, request.arena)
+            return ArenaGranted(request=request.request, arena=held.arena.id), held.read_only_fd()
         held = self.service.arenas.lend(owner, request.arena)
         self.service.saves.settle(held, f"its arena went on to {owner}")
         return ArenaGranted(request=request.request, arena=held.arena.id), held.arena.fd

@@ -49,6 +49,8 @@ class SnapshotOffer(msgspec.Struct, kw_only=True, frozen=True):
     generation: Generation
     world: World
     rank: Rank
+    writable: bool
+    """The arena is this rank's own and nobody else writes into it: it may be borrowed to write in as well."""
 
 
 # Trainer → daemon
@@ -78,10 +80,16 @@ class MakeArena(Request, kw_only=True, frozen=True, tag="make_arena"):
     slot_bytes: Size
 
 
+class ListOffers(Request, kw_only=True, frozen=True, tag="list_offers"):
+    """Which snapshots of this run, of whichever rank, are in memory? Answered by Offers."""
+
+
 class BorrowArena(Request, kw_only=True, frozen=True, tag="borrow_arena"):
-    """Asks for an arena that a predecessor of this rank left. Answered by ArenaGranted, with the descriptor."""
+    """Asks for an arena that a predecessor of this rank left; ``read_only``, for one of any rank of the run. Answered
+    by ArenaGranted, with the descriptor."""
 
     arena: str
+    read_only: bool = False
 
 
 class HandArena(Request, kw_only=True, frozen=True, tag="hand_arena"):
@@ -157,8 +165,12 @@ class Welcome(Request, kw_only=True, frozen=True, tag="welcome"):
 
     pid: int
     version: str
+
+
+class Offers(Request, kw_only=True, frozen=True, tag="offers"):
+    """Snapshots of this run that are in memory, newest first."""
+
     offers: tuple[SnapshotOffer, ...]
-    """Snapshots of this run and rank that are in memory, newest first."""
 
 
 class Refused(Request, kw_only=True, frozen=True, tag="refused"):
@@ -217,6 +229,7 @@ class Failed(Message, kw_only=True, frozen=True, tag="failed"):
 Incoming = (
     Hello
     | MakeArena
+    | ListOffers
     | BorrowArena
     | HandArena
     | DropArena
@@ -230,7 +243,7 @@ Incoming = (
     | Drain
 )
 """What a daemon receives."""
-Outgoing = Welcome | Refused | Done | ArenaGranted | Status | Durable | Committed | Failed
+Outgoing = Welcome | Refused | Done | Offers | ArenaGranted | Status | Durable | Committed | Failed
 """What a trainer receives."""
 
 _incoming = msgspec.json.Decoder(Incoming)

@@ -49,9 +49,9 @@ def test_a_trainer_killed_while_filling_leaves_the_snapshot_before(daemon: Daemo
     victim.kill()
     committed(member, 1)
     successor = Trainer(daemon.socket, Member(tmp_run, generation=2, launch="launch#1"))
-    welcome = successor.hello()
-    assert [(offer.step, offer.generation, offer.rank) for offer in welcome.offers] == [(1, 1, 0)]
-    offer = welcome.offers[0]
+    successor.hello()
+    (offer,) = successor.offers()
+    assert (offer.step, offer.generation, offer.rank, offer.writable) == (1, 1, 0, True)
     arena = successor.borrow_arena(offer.arena)
     # The memory is that of the dead trainer, to read and to write.
     content = member.content(1)
@@ -83,7 +83,8 @@ def test_r144_neither_death_takes_the_memory_from_the_other(socket_path: Path, t
         session.save(2, SIZE)
         with daemon_at(socket_path) as second:
             again = Trainer(second.socket, member)
-            assert again.hello().offers == ()
+            again.hello()
+            assert again.offers() == ()
             again.hand_arena(arena)
             again.expect(Committed, step=1)
             again.expect(Committed, step=2)

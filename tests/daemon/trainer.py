@@ -53,14 +53,17 @@ from ckptd.wire.messages import (
     GetStatus,
     HandArena,
     Hello,
+    ListOffers,
     MakeArena,
     Message,
+    Offers,
     Outgoing,
     Refused,
     Request,
     Sealed,
     Skip,
     SlotRef,
+    SnapshotOffer,
     Status,
     Voided,
     Welcome,
@@ -276,6 +279,9 @@ class Trainer:
     def make_arena(self, slots: int = 2, slot_bytes: int = 1 << 20) -> Arena:
         self.ask(MakeArena(slots=slots, slot_bytes=slot_bytes), ArenaGranted)
         return self._map()
+
+    def offers(self) -> tuple[SnapshotOffer, ...]:
+        return self.ask(ListOffers(), Offers).offers
 
     def borrow_arena(self, arena: str) -> Arena:
         self.ask(BorrowArena(arena=arena), ArenaGranted)
