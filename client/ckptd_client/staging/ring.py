@@ -84,7 +84,15 @@ class Ring:
         ticket = max(record.ticket for record in self.arena.records()) + 1
         # From here the old content is gone; the record says so before a byte is written.
         record = SlotRecord(
-            SlotState.FILLING, version.step, version.generation, ticket, plan.shard_bytes, 0, bytes(16), os.getpid()
+            SlotState.FILLING,
+            version.step,
+            version.generation,
+            ticket,
+            plan.shard_bytes,
+            0,
+            bytes(16),
+            os.getpid(),
+            plan.shard_bytes,
         )
         self.arena.set_record(number, record)
         try:
