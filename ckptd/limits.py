@@ -26,8 +26,13 @@ NAME_BYTES_MAX = 4096
 INTEGER_MAX = 2**63 - 1
 """Sizes and offsets are 64-bit everywhere."""
 
-BLOCK_BYTES = MIB
-"""A digest covers at most this much, and never crosses a tensor."""
+BLOCK_BYTES_MAX = MIB
+"""A digest covers at most this much, and never crosses a tensor. So long are the blocks of receipts that do not say."""
+BLOCK_BYTES_MIN = 64 * KIB
+"""A receipt with shorter blocks is refused: it would be mostly digests."""
+BLOCK_BYTES_WRITTEN = 128 * KIB
+"""The blocks of shards written now. Either end of a range that is read costs up to a block, so short ones are better;
+at 64 KiB xxhash keeps the GIL, and digesting would hold up the daemon's loop."""
 
 # Shared memory
 

@@ -24,7 +24,7 @@ from ckptd.errors import FormatError, IntegrityError, ResourceError
 from ckptd.format.digests import digest
 from ckptd.limits import MIB, PAGE_BYTES, SLOTS_MAX
 
-_MAGIC = b"CKPTDAR1"
+_MAGIC = b"CKPTDAR2"
 _HEADER = struct.Struct("<8s16sIIQ")  # magic, arena id, slots, reserved, slot bytes
 _CHECK = struct.Struct("<Q")
 
@@ -181,13 +181,20 @@ class Arena:
 
     def shard(self, number: int, record: SlotRecord) -> memoryview:
         """The shard in a slot, read-only. Raises :class:`IntegrityError` where the record claims more than there is."""
-        if record.shard_bytes > self.shape.slot_bytes:
+        return self._bytes(number, record.shard_bytes)
+
+    def held(self, number: int, record: SlotRecord) -> memoryview:
+        """All bytes of the snapshot in a slot, resident pieces included; else as :meth:`shard`."""
+        return self._bytes(number, max(record.held_bytes, record.shard_bytes))
+
+    def _bytes(self, number: int, size_bytes: int) -> memoryview:
+        if size_bytes > self.shape.slot_bytes:
             raise IntegrityError(f"slot {number} claims to hold more than its {self.shape.slot_bytes} bytes")
-        return self.slot(number)[: record.shard_bytes].toreadonly()
+        return self.slot(number)[:size_bytes].toreadonly()
 
     def doc(self, number: int, record: SlotRecord) -> bytes:
         """The encoded snapshot record of a slot, a copy. Raises :class:`IntegrityError` where it is torn."""
-        start = pages(record.shard_bytes)
+        start = pages(max(record.held_bytes, record.shard_bytes))
         if start + record.doc_bytes > self.shape.slot_bytes:
             raise IntegrityError(f"slot {number} claims to hold more than its {self.shape.slot_bytes} bytes")
         data = bytes(self.slot(number)[start : start + record.doc_bytes])

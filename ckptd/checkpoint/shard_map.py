@@ -15,9 +15,9 @@ from ckptd.format.digests import DIGEST_BYTES, digest, hex_digest
 from ckptd.format.keys import receipt_key, shard_key
 from ckptd.format.records import Layout, Manifest, Receipt, Snapshot, TensorEntry, decode_layout
 from ckptd.format.shard import block_bounds
-from ckptd.limits import BLOCK_BYTES
+from ckptd.limits import MIB
 
-WINDOW_BYTES = 8 * BLOCK_BYTES
+WINDOW_BYTES = 8 * MIB
 """Read and verified at once."""
 
 
@@ -91,7 +91,8 @@ def map_shard(url: str, manifest: Manifest, rank: int, data: bytes) -> ShardMap:
     if found != (manifest.run, manifest.version, manifest.world, rank, manifest.launch, manifest.parent):
         raise damaged(where, "is the receipt of another rank, checkpoint, launch or run")
     shard = receipt.shard
-    starts = array("Q", [begin for begin, _ in block_bounds(layout.header_bytes, [p.bytes for p in pieces])])
+    bounds = block_bounds(layout.header_bytes, [piece.bytes for piece in pieces], shard.block_bytes)
+    starts = array("Q", [begin for begin, _ in bounds])
     if (shard.bytes, len(shard.blocks)) != (layout.shard_bytes, DIGEST_BYTES * len(starts)):
         raise damaged(where, "does not fit its own layout")
     if hex_digest(shard.blocks) != shard.digest:

@@ -108,7 +108,7 @@ class Pipeline:
         path_taken = ""
         snapshot = contents.snapshot
         save.stage, save.run = "write", snapshot.run
-        save.source = source = SlotSource(save.fill, contents.bounds, self._threads)
+        save.source = source = SlotSource(save.fill, contents.bounds, self._threads, contents.resident_bounds)
         try:
             for backend in save.owner.backends:
                 receipt = await existing_receipt(backend, contents) if save.adopted else None

@@ -16,16 +16,25 @@ from ckptd.format.digests import digest
 class SlotSource:
     """A :class:`ckptd.storage.Source`. :meth:`release` it when the puts are over."""
 
-    def __init__(self, fill: Fill, bounds: Sequence[tuple[int, int]], threads: Executor) -> None:
-        """``bounds``: the digest blocks of the shard, see :func:`ckptd.format.shard.block_bounds`."""
+    def __init__(
+        self,
+        fill: Fill,
+        bounds: Sequence[tuple[int, int]],
+        threads: Executor,
+        resident_bounds: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """``bounds``: the digest blocks of the shard, see :func:`ckptd.format.shard.block_bounds`. ``resident_bounds``:
+        those of what lies behind it in the slot and is to be digested too, though it is not put."""
         self._fill = fill
-        self._bounds = bounds
-        self._stops = [stop for _, stop in bounds]
-        self._digests: list[bytes] = [b""] * len(bounds)
-        self._claimed = bytearray(len(bounds))
+        self._bounds = [*bounds, *resident_bounds]
+        self._shard_blocks = len(bounds)
+        self._stops = [stop for _, stop in self._bounds]
+        self._digests: list[bytes] = [b""] * len(self._bounds)
+        self._claimed = bytearray(len(self._bounds))
         self._digesting: set[asyncio.Future[None]] = set()
         self._threads = threads
         self._view = fill.held.arena.shard(fill.slot, fill.record)
+        self._held = fill.held.arena.held(fill.slot, fill.record)
         self.sent_bytes = 0
         """Of parts that were ready; at most the size of the shard, where a backend repeats none."""
         self.progress_seconds = time.monotonic()
@@ -68,16 +77,22 @@ class SlotSource:
     def _digest_blocks(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             start, stop = self._bounds[number]
-            self._digests[number] = digest(self._view[start:stop])
+            self._digests[number] = digest(self._held[start:stop])
 
     @property
     def blocks(self) -> bytes:
-        """The packed digests of all blocks; complete once :meth:`complete` has returned."""
-        return b"".join(self._digests)
+        """The packed digests of the shard's blocks; complete once :meth:`complete` has returned."""
+        return b"".join(self._digests[: self._shard_blocks])
+
+    @property
+    def resident_blocks(self) -> bytes:
+        """Those of the resident pieces, likewise."""
+        return b"".join(self._digests[self._shard_blocks :])
 
     async def release(self) -> None:
         """Let go of the slot's memory. Idempotent."""
         if self._digesting:
             await asyncio.wait(set(self._digesting))
         with contextlib.suppress(BufferError):  # the traceback of a failed put may still hold a part of it
+            self._held.release()
             self._view.release()

@@ -22,12 +22,12 @@ from ckptd.errors import (
     SaveError,
     first_line,
 )
-from ckptd.format.cover import check_layout
+from ckptd.format.cover import check_layout, held_bytes, resident_start, residents_in_slot_order
 from ckptd.format.digests import hex_digest
 from ckptd.format.keys import receipt_key, shard_key
 from ckptd.format.records import Receipt, ShardProof, Snapshot, decode, decode_layout
-from ckptd.format.shard import block_bounds
-from ckptd.limits import RECEIPT_BYTES_MAX
+from ckptd.format.shard import block_bounds, cut_in_blocks
+from ckptd.limits import BLOCK_BYTES_WRITTEN, RECEIPT_BYTES_MAX
 from ckptd.storage import Backend
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ class Contents:
     snapshot: Snapshot
     bounds: Sequence[tuple[int, int]]
     """The digest blocks of the shard."""
+    resident_bounds: Sequence[tuple[int, int]]
+    """Those of resident pieces, where they are to be compared with what their owners write."""
 
     @property
     def receipt_key(self) -> str:
@@ -60,8 +62,15 @@ def read_contents(fill: Fill, owner: Owner) -> Contents:
     layout = decode_layout(snapshot.layout)
     if layout.shard_bytes != record.shard_bytes:
         raise FormatError(f"a shard of {record.shard_bytes} bytes is described as {layout.shard_bytes}")
-    bounds = list(block_bounds(layout.header_bytes, [piece.bytes for piece in check_layout(layout)]))
-    return Contents(doc, snapshot, bounds)
+    sizes = [piece.bytes for piece in check_layout(layout)]
+    if held_bytes(layout) != max(record.held_bytes, record.shard_bytes):
+        raise FormatError(f"a snapshot of {record.held_bytes} bytes is described as {held_bytes(layout)}")
+    bounds = list(block_bounds(layout.header_bytes, sizes, BLOCK_BYTES_WRITTEN))
+    residents = residents_in_slot_order(layout) if snapshot.check_replicas else []
+    resident_bounds = list(
+        cut_in_blocks(resident_start(layout), [piece.bytes for piece in residents], BLOCK_BYTES_WRITTEN)
+    )
+    return Contents(doc, snapshot, bounds, resident_bounds)
 
 
 async def existing_receipt(backend: Backend, contents: Contents) -> bytes | None:
@@ -100,11 +109,13 @@ async def upload(backend: Backend, contents: Contents, source: SlotSource, owner
         blocks = source.blocks
         proof = ShardProof(
             attempt=attempt,
+            block_bytes=BLOCK_BYTES_WRITTEN,
             blocks=blocks,
             bytes=info.size_bytes,
             checksum=info.checksum,
             digest=await asyncio.to_thread(hex_digest, blocks),
             key=key,
+            resident_blocks=source.resident_blocks,
         )
         receipt = Receipt(shard=proof, snapshot=msgspec.Raw(contents.doc))
         return Uploaded(await put_receipt(backend, contents.receipt_key, receipt), info.path_taken)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ckptd.errors import CoverageError
 from ckptd.format.dtypes import ITEM_BYTES, element_count
 from ckptd.format.records import Box, IndexPiece, Layout, Piece, Span
+from ckptd.limits import PAGE_BYTES
 
 Shape = tuple[int, ...]
 
@@ -117,9 +118,15 @@ def pieces_in_file_order(layout: Layout) -> list[Piece]:
     return sorted((p for entry in layout.tensors for p in entry.pieces), key=lambda p: (p.at, p.bytes))
 
 
+def residents_in_slot_order(layout: Layout) -> list[Piece]:
+    """All resident pieces of a rank as they lie in its slot."""
+    return sorted((p for entry in layout.tensors for p in entry.resident), key=lambda p: (p.at, p.bytes))
+
+
 def check_layout(layout: Layout) -> list[Piece]:
     """The pieces in file order. Raise :class:`CoverageError` unless they fit their tensors and fill the shard from
-    the header's end to its last byte, without hole or overlap."""
+    the header's end to its last byte, without hole or overlap, and the resident pieces so fill the slot from the first
+    page behind the shard to ``resident_bytes``."""
     names: set[str] = set()
     for entry in layout.tensors:
         if entry.name in names:
@@ -129,15 +136,40 @@ def check_layout(layout: Layout) -> list[Piece]:
             raise CoverageError(f"{entry.name}: unknown dtype {entry.dtype[:40]!r}")
         for piece in entry.pieces:
             check_piece(piece, entry.shape, entry.dtype, entry.name)
+        for piece in entry.resident:
+            check_piece(piece, entry.shape, entry.dtype, entry.name)
+        if entry.resident and entry.per_rank:
+            raise CoverageError(f"{entry.name}: a value of its own has no copy of another rank's")
     for alias, target in layout.aliases.items():
         if target not in names or alias in names:
             raise CoverageError(f"{alias}: an alias of {target}, which is not a tensor of this layout")
     pieces = pieces_in_file_order(layout)
-    position = layout.header_bytes
+    end = _end_of_dense(pieces, layout.header_bytes, "shard")
+    if end != layout.shard_bytes:
+        raise CoverageError(f"shard of {layout.shard_bytes} bytes is described up to byte {end}")
+    residents = residents_in_slot_order(layout)
+    end = _end_of_dense(residents, resident_start(layout), "slot behind the shard") if residents else 0
+    if end != layout.resident_bytes:
+        raise CoverageError(f"resident pieces up to byte {layout.resident_bytes} are described up to byte {end}")
+    return pieces
+
+
+def resident_start(layout: Layout) -> int:
+    """Where the resident pieces start in the slot: on the first page behind the shard."""
+    return -(-layout.shard_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def held_bytes(layout: Layout) -> int:
+    """Where the snapshot's bytes end in the slot; its record lies on the next page."""
+    return layout.resident_bytes or layout.shard_bytes
+
+
+def _end_of_dense(pieces: Sequence[Piece], start: int, where: str) -> int:
+    position = start
     for piece in pieces:
         if piece.at != position:
-            raise CoverageError(f"hole or overlap in the shard at byte {position}: the next piece starts at {piece.at}")
+            raise CoverageError(
+                f"hole or overlap in the {where} at byte {position}: the next piece starts at {piece.at}"
+            )
         position += piece.bytes
-    if position != layout.shard_bytes:
-        raise CoverageError(f"shard of {layout.shard_bytes} bytes is described up to byte {position}")
-    return pieces
+    return position

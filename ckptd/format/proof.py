@@ -135,7 +135,8 @@ def _checked_layout(receipt: Receipt, snapshot: Snapshot) -> Layout:
     layout, shard = decode_layout(snapshot.layout), receipt.shard
     try:
         pieces = check_layout(layout)
-        blocks = block_count(layout.header_bytes) + sum(block_count(piece.bytes) for piece in pieces)
+        sizes = [layout.header_bytes, *(piece.bytes for piece in pieces)]
+        blocks = sum(block_count(size, shard.block_bytes) for size in sizes)
         if shard.bytes != layout.shard_bytes or len(shard.blocks) != blocks * DIGEST_BYTES:
             raise CoverageError("the receipt's size or digests do not fit its layout")
         if hex_digest(shard.blocks) != shard.digest:

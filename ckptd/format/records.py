@@ -7,6 +7,7 @@ Unknown members are ignored; a member given twice, another kind and a later form
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
@@ -14,7 +15,14 @@ import msgspec
 from ckptd.errors import FormatError, UnsupportedFormat
 from ckptd.format.duplicates import refuse_duplicates
 from ckptd.format.keys import GENERATION_MAX, RANK_MAX, STEP_MAX, Version
-from ckptd.limits import INTEGER_MAX, NAME_BYTES_MAX, TENSOR_DIMS_MAX
+from ckptd.limits import (
+    BLOCK_BYTES_MAX,
+    BLOCK_BYTES_MIN,
+    INTEGER_MAX,
+    NAME_BYTES_MAX,
+    PAGE_BYTES,
+    TENSOR_DIMS_MAX,
+)
 
 FORMAT = 1
 
@@ -34,10 +42,18 @@ Packed = bytes
 Shape = Annotated[tuple[Size, ...], msgspec.Meta(max_length=TENSOR_DIMS_MAX)]
 
 
-class Record(msgspec.Struct, kw_only=True, frozen=True):
+BlockBytes = Annotated[int, msgspec.Meta(ge=BLOCK_BYTES_MIN, le=BLOCK_BYTES_MAX, multiple_of=PAGE_BYTES)]
+
+
+def _written(value: Any) -> Any:
+    """A default that is written out all the same, also by a record that leaves out members at their default."""
+    return msgspec.field(default_factory=lambda: value)
+
+
+class Record(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """The common head of every record."""
 
-    format: Literal[1] = 1
+    format: Literal[1] = _written(1)
 
 
 class Parent(msgspec.Struct, kw_only=True, frozen=True):
@@ -75,7 +91,7 @@ class Piece(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     span: Span | None = None
 
 
-class TensorEntry(msgspec.Struct, kw_only=True, frozen=True):
+class TensorEntry(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """A tensor that a rank has seen, under its global shape, and the pieces of it that the rank saved: none, where
     other ranks own it."""
 
@@ -84,16 +100,21 @@ class TensorEntry(msgspec.Struct, kw_only=True, frozen=True):
     per_rank: bool
     """The value is this rank's own and says nothing about other ranks' values of the same name."""
     pieces: tuple[Piece, ...]
+    resident: tuple[Piece, ...] = ()
+    """What the slot holds of it behind the shard: copies of parts that other ranks own and write. ``at`` counts from
+    the slot's start."""
     shape: Shape
 
 
-class Layout(msgspec.Struct, kw_only=True, frozen=True):
+class Layout(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """What depends on the structure of a rank's state only, and so is the same from save to save."""
 
     aliases: dict[Text, Text]
     """Further names of the same memory (tied weights) → the name under which it is stored."""
     header_bytes: Size
     """Where data starts in the shard."""
+    resident_bytes: Size = 0
+    """Where the resident pieces end in the slot; 0 where there are none."""
     shard_bytes: Size
     tensors: tuple[TensorEntry, ...]
     """In the order of their names' first appearance; the order of the data is that of ``Piece.at``."""
@@ -102,7 +123,9 @@ class Layout(msgspec.Struct, kw_only=True, frozen=True):
 class Snapshot(Record, kw_only=True, frozen=True):
     """One rank's state at one step, as it lies in a slot beside the bytes of its shard."""
 
-    kind: Literal["snapshot"] = "snapshot"
+    kind: Literal["snapshot"] = _written("snapshot")
+    check_replicas: bool = False
+    """The daemon digests the resident pieces as well, and the commit compares them with what their owners wrote."""
     generation: Generation
     launch: Text
     layout: msgspec.Raw
@@ -112,7 +135,7 @@ class Snapshot(Record, kw_only=True, frozen=True):
     parent: Parent | None
     parts: tuple[Text, ...]
     """The names at the top of the state."""
-    pin: bool = False
+    pin: bool = _written(False)
     """Whoever commits it marks it as pinned."""
     rank: Rank
     run: Token
@@ -126,10 +149,12 @@ class Snapshot(Record, kw_only=True, frozen=True):
         return Version(self.step, self.generation)
 
 
-class ShardProof(msgspec.Struct, kw_only=True, frozen=True):
+class ShardProof(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """A durable shard and the digests taken from the snapshot itself."""
 
     attempt: Token
+    block_bytes: BlockBytes = BLOCK_BYTES_MAX
+    """How long a block is at most."""
     blocks: Packed
     """16 bytes for each block of :func:`ckptd.format.shard.block_bounds`."""
     bytes: Size
@@ -138,12 +163,14 @@ class ShardProof(msgspec.Struct, kw_only=True, frozen=True):
     digest: Hex
     """xxh3-128 of ``blocks``."""
     key: Text
+    resident_blocks: Packed = b""
+    """16 bytes for each block of the resident pieces, where the snapshot has them checked."""
 
 
 class Receipt(Record, kw_only=True, frozen=True):
     """Proof that a rank's shard is durable. The first receipt put for a rank names the attempt that counts."""
 
-    kind: Literal["receipt"] = "receipt"
+    kind: Literal["receipt"] = _written("receipt")
     shard: ShardProof
     snapshot: msgspec.Raw
     """A :class:`Snapshot`, byte for byte as it lay in the slot."""
@@ -152,7 +179,7 @@ class Receipt(Record, kw_only=True, frozen=True):
 class Skipped(Record, kw_only=True, frozen=True):
     """In the place of a receipt: this rank does not take part, so the step will not be committed."""
 
-    kind: Literal["skipped"] = "skipped"
+    kind: Literal["skipped"] = _written("skipped")
     generation: Generation
     rank: Rank
     reason: Text
@@ -201,7 +228,7 @@ class IndexRef(msgspec.Struct, kw_only=True, frozen=True):
 class Index(Record, kw_only=True, frozen=True):
     """A part of an index, in an object of its own."""
 
-    kind: Literal["index"] = "index"
+    kind: Literal["index"] = _written("index")
     tensors: tuple[IndexEntry, ...]
     """Sorted by name."""
 
@@ -212,7 +239,7 @@ class Manifest(Record, kw_only=True, frozen=True):
     A pure function of the receipts: racing committers write equal bytes.
     """
 
-    kind: Literal["manifest"] = "manifest"
+    kind: Literal["manifest"] = _written("manifest")
     bytes: Size
     """Of all shards together."""
     generation: Generation
@@ -239,14 +266,14 @@ class Manifest(Record, kw_only=True, frozen=True):
 class Run(Record, kw_only=True, frozen=True):
     """Whose records these are. Put if absent, once."""
 
-    kind: Literal["run"] = "run"
+    kind: Literal["run"] = _written("run")
     run: Token
 
 
 class GenerationRecord(Record, kw_only=True, frozen=True):
     """One life of the run. Put if absent: the number is the fencing token."""
 
-    kind: Literal["generation"] = "generation"
+    kind: Literal["generation"] = _written("generation")
     generation: Generation
     host: Text
     launch: Text
@@ -259,7 +286,7 @@ class GenerationRecord(Record, kw_only=True, frozen=True):
 class Mark(Record, kw_only=True, frozen=True):
     """A verdict on a checkpoint. Append-only: of one kind the latest holds."""
 
-    kind: Literal["mark"] = "mark"
+    kind: Literal["mark"] = _written("mark")
     by: Text
     mark: Literal["verified", "suspect", "pinned", "unpinned", "unhealthy", "revoked", "debug"]
     reason: Text
@@ -269,7 +296,7 @@ class Mark(Record, kw_only=True, frozen=True):
 class Lease(Record, kw_only=True, frozen=True):
     """A claim that expires by the store's clock: a live writer, a reader, a reference in flight."""
 
-    kind: Literal["lease"] = "lease"
+    kind: Literal["lease"] = _written("lease")
     holder: Text
     """Host, process id and launch id, for the message that refuses somebody else."""
     process: Text
@@ -282,7 +309,7 @@ class Lease(Record, kw_only=True, frozen=True):
 class Tombstone(Record, kw_only=True, frozen=True):
     """A deletion that has been announced."""
 
-    kind: Literal["tombstone"] = "tombstone"
+    kind: Literal["tombstone"] = _written("tombstone")
     reason: Text
     version: VersionName
 
@@ -293,6 +320,11 @@ class _Head(msgspec.Struct):
 
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
+
+
+def kind_of(record: type[Record]) -> str:
+    """What stands as ``kind`` in such a record."""
+    return cast(str, cast(Callable[[], object], msgspec.structs.fields(record)[1].default_factory)())
 
 
 def encode(record: msgspec.Struct) -> bytes:
@@ -312,7 +344,7 @@ def decode(data: bytes | memoryview, kind: type[AnyRecord]) -> AnyRecord:
             raise UnsupportedFormat(
                 f"format version {head.format}, and this release reads {FORMAT}", hint="upgrade ckptd"
             )
-        wanted = cast(str, msgspec.structs.fields(kind)[1].default)
+        wanted = kind_of(kind)
         if head.kind != wanted:
             raise FormatError(f"expected a {wanted}, found a {head.kind[:40]!r}")
         record = msgspec.json.decode(data, type=kind)

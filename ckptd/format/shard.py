@@ -16,7 +16,7 @@ from ckptd.errors import FormatError, StateError
 from ckptd.format.dtypes import ITEM_BYTES, STORED_BYTES, element_count, stored_as
 from ckptd.format.duplicates import refuse_duplicates
 from ckptd.format.records import Shape, Size
-from ckptd.limits import BLOCK_BYTES, HEADER_BYTES_MAX, NAME_BYTES_MAX, PAGE_BYTES
+from ckptd.limits import BLOCK_BYTES_MAX, HEADER_BYTES_MAX, NAME_BYTES_MAX, PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +117,25 @@ def _check_dense(entries: Mapping[str, _HeaderEntry]) -> None:
         position = stop
 
 
-def block_bounds(header_bytes: int, piece_bytes: Sequence[int]) -> Iterator[tuple[int, int]]:
+def block_bounds(
+    header_bytes: int, piece_bytes: Sequence[int], block_bytes: int = BLOCK_BYTES_MAX
+) -> Iterator[tuple[int, int]]:
     """Half-open byte ranges of the digest blocks of a shard, in order: the header, then each piece in file order,
-    each cut every :data:`BLOCK_BYTES`. An empty piece has no block."""
-    position = 0
-    for size in (header_bytes, *piece_bytes):
+    each cut every ``block_bytes``. An empty piece has no block."""
+    return cut_in_blocks(0, (header_bytes, *piece_bytes), block_bytes)
+
+
+def cut_in_blocks(start: int, sizes: Sequence[int], block_bytes: int) -> Iterator[tuple[int, int]]:
+    """The same for anything that lies dense from byte ``start`` on, such as resident pieces in a slot."""
+    position = start
+    for size in sizes:
         stop = position + size
         while position < stop:
-            end = min(position + BLOCK_BYTES, stop)
+            end = min(position + block_bytes, stop)
             yield position, end
             position = end
 
 
-def block_count(size_bytes: int) -> int:
+def block_count(size_bytes: int, block_bytes: int = BLOCK_BYTES_MAX) -> int:
     """How many digest blocks a header or piece of this size has."""
-    return -(-size_bytes // BLOCK_BYTES)
+    return -(-size_bytes // block_bytes)

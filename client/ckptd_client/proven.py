@@ -99,11 +99,12 @@ def _check_memory(root: Root, found: Proven) -> None:
             return await backend.get(key, limit_bytes=RECEIPT_BYTES_MAX)
 
     try:
-        promised = decode(run_blocking(read()), Receipt).shard.blocks
+        proof = decode(run_blocking(read()), Receipt).shard
     except CkptdError:
         return
     pieces = check_layout(layout)
-    blocks = digest_blocks(found.shard, block_bounds(layout.header_bytes, [piece.bytes for piece in pieces]))
+    bounds = block_bounds(layout.header_bytes, [piece.bytes for piece in pieces], proof.block_bytes)
+    blocks, promised = digest_blocks(found.shard, bounds), proof.blocks
     for start in range(0, len(blocks), DIGEST_BYTES):
         if blocks[start : start + DIGEST_BYTES] != promised[start : start + DIGEST_BYTES]:
             raise IntegrityError(f"block {start // DIGEST_BYTES} of the snapshot in memory has changed")

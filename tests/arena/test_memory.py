@@ -294,7 +294,7 @@ def forged(header: bytes, size: int, *, seals: int | None = fcntl.F_SEAL_SHRINK 
     return fd
 
 
-def signed(slots: int, slot_bytes: int, magic: bytes = b"CKPTDAR1") -> bytes:
+def signed(slots: int, slot_bytes: int, magic: bytes = b"CKPTDAR2") -> bytes:
     from xxhash import xxh3_64_intdigest
 
     header = struct.pack("<8s16sIIQ", magic, b"i" * 16, slots, 0, slot_bytes)
@@ -310,7 +310,7 @@ GOOD_SIZE = ArenaShape(1, PAGE_BYTES).size_bytes
         (b"", 0, "0 bytes"),
         (signed(1, 4096)[:40], 40, "40 bytes"),
         (b"", GOOD_SIZE, "not an arena"),
-        (signed(1, 4096, b"CKPTDAR2"), GOOD_SIZE, "another version"),
+        (signed(1, 4096, b"CKPTDAR9"), GOOD_SIZE, "another version"),
         (signed(1, 4096)[:47] + b"x", GOOD_SIZE, "not an arena"),
         (signed(0, 4096), GOOD_SIZE, "1 to 16 slots"),
         (signed(2**32 - 1, 4096), GOOD_SIZE, "1 to 16 slots"),

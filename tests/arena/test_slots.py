@@ -12,7 +12,7 @@ from ckptd.arena.slots import RECORD_BYTES, SlotRecord, SlotState, read_record, 
 from ckptd.errors import FormatError
 from ckptd.format.keys import Version
 
-WRITTEN_BYTES = 80
+WRITTEN_BYTES = 88
 """Of one copy of a record: fields and checksum."""
 
 uint64 = st.integers(0, 2**64 - 1)
@@ -26,6 +26,7 @@ records = st.builds(
     doc_bytes=uint64,
     doc_digest=st.binary(min_size=16, max_size=16),
     pid=uint64,
+    held_bytes=uint64,
 )
 
 

@@ -53,7 +53,8 @@ def check_committed(member: Member, step: int, *, size: int = 300_000) -> Manife
         stored = (folder / proof.shard.key).read_bytes()
         assert stored == content.shard
         layout = decode_layout(decode(proof.snapshot, Snapshot).layout)
-        bounds = block_bounds(layout.header_bytes, [piece.bytes for piece in check_layout(layout)])
+        sizes = [piece.bytes for piece in check_layout(layout)]
+        bounds = block_bounds(layout.header_bytes, sizes, proof.shard.block_bytes)
         assert proof.shard.blocks == digest_blocks(memoryview(stored), bounds)
         named.add(proof.shard.key)
     shards = folder.glob(f"checkpoints/{version}/*.safetensors")

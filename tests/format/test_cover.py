@@ -17,11 +17,14 @@ from ckptd.format.cover import (
     check_cover,
     check_layout,
     check_piece,
+    held_bytes,
     piece_elements,
     pieces_in_file_order,
+    resident_start,
+    residents_in_slot_order,
     span_boxes,
 )
-from ckptd.format.records import Box, IndexPiece, Layout, Piece, Span, TensorEntry
+from ckptd.format.records import Box, IndexPiece, Layout, Piece, Span, TensorEntry, encode
 from tests.format.saved import Held, Rank, whole
 
 Shape = tuple[int, ...]
@@ -269,3 +272,46 @@ def test_a_layout_that_does_not_hold_is_refused() -> None:
     unknown = TensorEntry(dtype="float7", name="a", per_rank=False, pieces=(), shape=())
     with pytest.raises(CoverageError, match="a: unknown dtype 'float7'"):
         check_layout(layout(tensors=(unknown,)))
+
+
+def with_residents(*residents: Piece, resident_bytes: int, per_rank: bool = False) -> Layout:
+    """A rank that owns ``a``, of 8 bytes behind a header of 4096, and holds some of ``b`` in its slot only."""
+    b = TensorEntry(dtype="float32", name="b", per_rank=per_rank, pieces=(), resident=residents, shape=(6,))
+    a = layout(whole("a", "float32", (2,))).tensors[0]
+    return layout(whole("a", "float32", (2,)), tensors=(a, b), resident_bytes=resident_bytes)
+
+
+def test_resident_pieces_lie_dense_from_the_page_behind_the_shard() -> None:
+    low, high = Piece(at=8192, bytes=8, span=Span(0, 2)), Piece(at=8200, bytes=16, span=Span(2, 6))
+    for order in ((low, high), (high, low)):
+        found = with_residents(*order, resident_bytes=8216)
+        assert [piece.bytes for piece in check_layout(found)] == [8]  # the shard's alone
+        assert residents_in_slot_order(found) == [low, high]
+        assert (resident_start(found), held_bytes(found)) == (8192, 8216)
+    bare = layout(whole("a", "float32", (2,)))
+    assert held_bytes(bare) == bare.shard_bytes == 4104
+    assert encode(bare) == encode(layout(whole("a", "float32", (2,)), resident_bytes=0))
+    assert b"resident" not in encode(bare)
+
+
+@pytest.mark.parametrize(
+    ("residents", "end", "message"),
+    [
+        ([Piece(at=4104, bytes=24)], 4128, "slot behind the shard at byte 8192: the next piece starts at 4104"),
+        ([Piece(at=8192, bytes=24)], 8215, "up to byte 8215 are described up to byte 8216"),
+        ([Piece(at=8192, bytes=24)], 0, "up to byte 0 are described up to byte 8216"),
+        ([], 8192, "up to byte 8192 are described up to byte 0"),
+        ([Piece(at=8192, bytes=20)], 8212, "b: a piece of 20 bytes where its shape"),
+        ([Piece(at=8192, bytes=8, span=Span(5, 7))], 8200, "b: range 5:7 does not lie in shape"),
+        ([Piece(at=8192, bytes=8, span=Span(0, 2)), Piece(at=8204, bytes=4, span=Span(2, 3))], 8208, "at byte 8200"),
+        ([Piece(at=8192, bytes=8, span=Span(0, 2)), Piece(at=8196, bytes=4, span=Span(2, 3))], 8200, "at byte 8200"),
+    ],
+)
+def test_resident_pieces_that_do_not_hold_are_refused(residents: list[Piece], end: int, message: str) -> None:
+    with pytest.raises(CoverageError, match=message):
+        check_layout(with_residents(*residents, resident_bytes=end))
+
+
+def test_a_value_of_a_ranks_own_has_no_resident_piece() -> None:
+    with pytest.raises(CoverageError, match="b: a value of its own has no copy"):
+        check_layout(with_residents(Piece(at=8192, bytes=24), resident_bytes=8216, per_rank=True))

@@ -44,7 +44,7 @@ from ckptd.format.records import (
     metrics_for_record,
 )
 from ckptd.limits import INTEGER_MAX, TENSOR_DIMS_MAX
-from tests.format.saved import Rank, whole
+from tests.format.saved import Rank, changed, whole
 
 KINDS: list[type[Record]] = [
     Run,
@@ -378,3 +378,12 @@ def test_metrics_are_numbers_or_nothing(found: dict[str, float]) -> None:
     assert kept.keys() == found.keys()
     manifest = Manifest(**{**decode_fields(), "metrics": kept})
     assert decode(encode(manifest), Manifest).metrics == kept
+
+
+@pytest.mark.parametrize("block_bytes", [0, 4096, 65536 - 4096, 65536 + 1, 2**20 + 4096, 2**63])
+def test_blocks_of_another_length_than_is_allowed_are_refused(block_bytes: int) -> None:
+    receipt = Rank([whole("w", "float32", (2,))]).receipt()
+    assert decode(receipt, Receipt).shard.block_bytes == 2**20
+    assert decode(changed(receipt, "shard/block_bytes", 65536 + 4096), Receipt).shard.block_bytes == 69632
+    with pytest.raises(FormatError):
+        decode(changed(receipt, "shard/block_bytes", block_bytes), Receipt)

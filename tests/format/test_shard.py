@@ -28,7 +28,7 @@ from ckptd.format.shard import (
     lay_out,
     read_header,
 )
-from ckptd.limits import BLOCK_BYTES, GIB, HEADER_BYTES_MAX, INTEGER_MAX, NAME_BYTES_MAX, PAGE_BYTES
+from ckptd.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, GIB, HEADER_BYTES_MAX, INTEGER_MAX, NAME_BYTES_MAX, PAGE_BYTES
 
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(lambda n: n != "__metadata__")
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -125,7 +125,7 @@ def test_r02_sizes_beyond_32_bits_are_exact_everywhere(size: int) -> None:
     assert laid.size_bytes == start + 5 * size + 11
     assert read_header(laid.header)["huge"] == ("U8", (size,), start + 4 * size + 8, start + 5 * size + 8)
     counts = [block_count(pieces[number].size_bytes) for number in file_order(pieces)]
-    assert counts == [-(-4 * size // BLOCK_BYTES), 1, -(-size // BLOCK_BYTES), 1]
+    assert counts == [-(-4 * size // BLOCK_BYTES_MAX), 1, -(-size // BLOCK_BYTES_MAX), 1]
     assert sum(1 for _ in block_bounds(0, [size])) == counts[2]
 
 
@@ -134,17 +134,23 @@ def test_r02_offsets_go_up_to_63_bits() -> None:
     assert read_header(laid.header)["b"][3] - len(laid.header) == INTEGER_MAX
 
 
-@given(st.integers(0, 3 * BLOCK_BYTES), st.lists(st.integers(0, 3 * BLOCK_BYTES), max_size=6))
+@given(st.integers(0, 3 * BLOCK_BYTES_MAX), st.lists(st.integers(0, 3 * BLOCK_BYTES_MAX), max_size=6))
 def test_blocks_are_a_partition_and_never_cross_a_piece(header_bytes: int, sizes: list[int]) -> None:
-    bounds = list(block_bounds(header_bytes, sizes))
+    for block_bytes in (BLOCK_BYTES_MIN, 3 * BLOCK_BYTES_MIN + 4096, BLOCK_BYTES_MAX):
+        check_blocks(header_bytes, sizes, block_bytes)
+    assert list(block_bounds(header_bytes, sizes)) == list(block_bounds(header_bytes, sizes, BLOCK_BYTES_MAX))
+
+
+def check_blocks(header_bytes: int, sizes: list[int], block_bytes: int) -> None:
+    bounds = list(block_bounds(header_bytes, sizes, block_bytes))
     total = header_bytes + sum(sizes)
     assert [0, *(stop for _, stop in bounds)] == [*(start for start, _ in bounds), total]
-    assert all(0 < stop - start <= BLOCK_BYTES for start, stop in bounds)
+    assert all(0 < stop - start <= block_bytes for start, stop in bounds)
     edges = {header_bytes}
     for size in sizes:
         edges.add(max(edges) + size)
     assert edges - {0} <= {stop for _, stop in bounds}
-    assert len(bounds) == block_count(header_bytes) + sum(map(block_count, sizes))
+    assert len(bounds) == sum(block_count(size, block_bytes) for size in (header_bytes, *sizes))
 
 
 def test_digests_are_xxh3_128_most_significant_byte_first() -> None:
@@ -278,4 +284,4 @@ def test_a_file_of_many_gib_is_described_at_once() -> None:
     laid = lay_out([StoredPiece("a", "float32", (GIB,))])
     bounds = block_bounds(len(laid.header), [4 * GIB])
     assert next(bounds) == (0, len(laid.header))
-    assert next(bounds) == (len(laid.header), len(laid.header) + BLOCK_BYTES)
+    assert next(bounds) == (len(laid.header), len(laid.header) + BLOCK_BYTES_MAX)

@@ -84,7 +84,13 @@ class Ring:
         ticket = max(record.ticket for record in self.arena.records()) + 1
         # From here the old content is gone; the record says so before a byte is written.
         record = SlotRecord(
-            SlotState.FILLING, version.step, version.generation, ticket, plan.shard_bytes, 0, bytes(16), os.getpid()
+            state=SlotState.FILLING,
+            step=version.step,
+            generation=version.generation,
+            ticket=ticket,
+            shard_bytes=plan.shard_bytes,
+            pid=os.getpid(),
+            held_bytes=plan.shard_bytes,
         )
         self.arena.set_record(number, record)
         try:
