@@ -12,6 +12,7 @@ from typing import Self, TypeVar
 from ckptd.checkpoint import leases
 from ckptd.checkpoint.concurrency import each, in_thread
 from ckptd.checkpoint.objects import damaged, decode_at, place
+from ckptd.checkpoint.regions import Region, piece_region, slabs
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.selectors import spoken
 from ckptd.checkpoint.shard_map import RankRecords, ShardMap, map_shard
@@ -27,7 +28,8 @@ from ckptd.errors import (
 )
 from ckptd.format.digests import hex_digest
 from ckptd.format.keys import Version, index_key, manifest_key, receipt_key, tombstone_key
-from ckptd.format.records import Index, IndexEntry, IndexRef, Manifest, TensorEntry
+from ckptd.format.records import Index, IndexEntry, IndexPiece, IndexRef, Manifest, TensorEntry
+from ckptd.limits import BLOCK_BYTES
 
 WINDOWS_IN_FLIGHT_MAX = 16
 RECORDS_KEPT_MAX = 8
@@ -134,6 +136,17 @@ class CheckpointReader:
             entries = await self._index_part(number)
         at = bisect_left(entries, name, key=lambda entry: entry.name)
         return entries[at] if at < len(entries) and entries[at].name == name else None
+
+    async def locate(self, name: str, wanted: Region) -> list[IndexPiece]:
+        """The stored pieces of a tensor that hold some of ``wanted``; none where the world has no such tensor."""
+        entry = await self.find(name)
+        if entry is None:
+            return []
+        return [piece for piece in entry.pieces if slabs(piece_region(piece, entry.shape), wanted, 1)]
+
+    async def block_bytes(self, rank: int) -> int:
+        """How long the digest blocks of a rank's shard are."""
+        return BLOCK_BYTES
 
     async def entries(self) -> AsyncIterator[IndexEntry]:
         """Every tensor that is one value for the whole world, in order of name; one part of the index at a time."""

@@ -1,4 +1,8 @@
-"""Which elements of a stored piece go where: arithmetic over boxes and flat ranges. Pure."""
+"""Which bytes of a stored piece go where: arithmetic over boxes and flat ranges. Pure.
+
+A tensor split by columns shares many short rows with one that is not. They are never listed one by one: rows that lie
+at regular distances in both memories are one :class:`Slab`, whatever their number.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,46 @@ Shape = tuple[int, ...]
 
 
 class Copy(NamedTuple):
-    """``length`` elements that lie together in a piece as well as in the memory that wants them."""
+    """``length`` bytes that lie together in the source as well as in the target."""
 
     source: int
     target: int
     length: int
+
+
+class Slab(NamedTuple):
+    """A regular lattice of bytes that source and target both hold. All numbers are bytes.
+
+    The last dimension lies together in both: its step is 1 byte. Steps fall from the first dimension to the last, and
+    no two neighboring dimensions could be one.
+    """
+
+    source: int
+    """Of the first byte."""
+    target: int
+    lengths: tuple[int, ...]
+    source_steps: tuple[int, ...]
+    """How far apart neighbors along each dimension lie."""
+    target_steps: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return element_count(self.lengths)
+
+    @property
+    def source_stop(self) -> int:
+        """Behind the last byte of the source."""
+        return self.source + _extent(self.lengths, self.source_steps)
+
+    def copies(self) -> Iterator[Copy]:
+        """One by one, in order of the source."""
+        outer = self.lengths[:-1]
+        for index in product(*map(range, outer)):
+            yield Copy(
+                self.source + sum(i * step for i, step in zip(index, self.source_steps, strict=False)),
+                self.target + sum(i * step for i, step in zip(index, self.target_steps, strict=False)),
+                self.lengths[-1],
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +70,6 @@ class Region:
     @property
     def element_count(self) -> int:
         return sum(element_count(box.lengths) for box in self.boxes)
-
-    def placed(self) -> Iterator[tuple[Box, int]]:
-        """Each box, and which element of the region is its first."""
-        position = 0
-        for box in self.boxes:
-            yield box, position
-            position += element_count(box.lengths)
 
 
 def region(shape: Shape, part: Box | Span | None = None) -> Region:
@@ -52,43 +84,107 @@ def piece_region(piece: Piece | IndexPiece, shape: Shape) -> Region:
     return region(shape, piece.box if piece.box is not None else piece.span)
 
 
-def copies(source: Region, target: Region) -> list[Copy]:
-    """What to copy so that ``target`` has every element that ``source`` holds of it, in order of the source."""
-    found = [
-        copy
-        for box, start in source.placed()
-        for wanted, target_start in target.placed()
-        for copy in _box_copies(box, start, wanted, target_start)
-    ]
+def slabs(source: Region, target: Region, item_bytes: int, source_at: int = 0, target_at: int = 0) -> list[Slab]:
+    """What to copy so that ``target``, which lies at byte ``target_at``, has every element that ``source``, at byte
+    ``source_at``, holds of it. In order of the source. Needs time for the boxes, not for their rows."""
+    if source == target:  # by far the most frequent
+        size = source.element_count * item_bytes
+        return [Slab(source_at, target_at, (size,), (1,), (1,))] if size else []
+    found: list[Slab] = []
+    wanted = list(_placed(target, item_bytes, target_at))
+    for box, start in _placed(source, item_bytes, source_at):
+        for other, other_start in wanted:
+            slab = _box_slab(box, start, other, other_start, item_bytes)
+            if slab is not None:
+                found.append(slab)
+    if len(found) < 2:
+        return found
     found.sort()
-    return found
+    return joined(found)
 
 
-def _box_copies(source: Box, source_start: int, target: Box, target_start: int) -> Iterator[Copy]:
-    dims = range(len(source.offsets))
-    low = [max(source.offsets[d], target.offsets[d]) for d in dims]
-    high = [min(source.offsets[d] + source.lengths[d], target.offsets[d] + target.lengths[d]) for d in dims]
-    if any(high[d] <= low[d] for d in dims):
-        return
-    lengths = [high[d] - low[d] for d in dims]
-    # Dimensions at the end that both hold whole lie together, and so does what is left of the one before them.
-    together = len(lengths)
-    while together and lengths[together - 1] == source.lengths[together - 1] == target.lengths[together - 1]:
-        together -= 1
-    outer = max(together - 1, 0)
-    count = element_count(tuple(lengths[outer:]))
-    source_strides, target_strides = _strides(source.lengths), _strides(target.lengths)
-    for index in product(*(range(low[d], high[d]) for d in range(outer))):
-        at = (*index, *low[outer:])
-        yield Copy(
-            source_start + sum((at[d] - source.offsets[d]) * source_strides[d] for d in dims),
-            target_start + sum((at[d] - target.offsets[d]) * target_strides[d] for d in dims),
-            count,
+def joined(found: Sequence[Slab]) -> list[Slab]:
+    """The same bytes in fewer slabs: what lies together in both memories is one. In order of the source."""
+    made: list[Slab] = []
+    for slab in found:
+        if made and len(slab.lengths) == 1:
+            last = made[-1]
+            size = last.lengths[0]
+            if len(last.lengths) == 1 and (slab.source - size, slab.target - size) == (last.source, last.target):
+                made[-1] = Slab(last.source, last.target, (size + slab.lengths[0],), (1,), (1,))
+                continue
+        made.append(slab)
+    return made
+
+
+def clipped(slab: Slab, start: int, stop: int) -> list[Slab]:
+    """What of a slab lies at the bytes ``[start, stop)`` of its source: at most two slabs for each dimension and one
+    more, as a range begins and ends within a row."""
+    if slab.source >= start and slab.source_stop <= stop:
+        return [slab]
+    source, target, lengths, source_steps, target_steps = slab
+    low, high = start - source, stop - source
+    if len(lengths) == 1:
+        first, last = max(low, 0), min(high, lengths[0])
+        return [Slab(source + first, target + first, (last - first,), (1,), (1,))] if first < last else []
+    count, step = lengths[0], source_steps[0]
+    extent = _extent(lengths[1:], source_steps[1:])
+    # Rows [whole, end) lie inside; the one before and the one behind may reach into the range.
+    whole = min(max(-(-low // step), 0), count)
+    end = max(min((high - extent) // step + 1, count), whole)
+
+    def row(number: int) -> list[Slab]:
+        at = Slab(
+            source + number * step,
+            target + number * target_steps[0],
+            lengths[1:],
+            source_steps[1:],
+            target_steps[1:],
         )
+        return clipped(at, start, stop)
+
+    found = row(whole - 1) if whole > 0 else []
+    if end - whole == 1:
+        found += row(whole)
+    elif end > whole:
+        inside = source + whole * step, target + whole * target_steps[0], (end - whole, *lengths[1:])
+        found.append(Slab(*inside, source_steps, target_steps))
+    return found + row(end) if end < count else found
 
 
-def _strides(lengths: Sequence[int]) -> list[int]:
-    strides = [1] * len(lengths)
-    for d in range(len(lengths) - 2, -1, -1):
-        strides[d] = strides[d + 1] * lengths[d + 1]
-    return strides
+def _placed(part: Region, item_bytes: int, at: int) -> Iterator[tuple[Box, int]]:
+    """Each box, and at which byte it starts."""
+    for box in part.boxes:
+        yield box, at
+        at += element_count(box.lengths) * item_bytes
+
+
+def _box_slab(source: Box, source_at: int, target: Box, target_at: int, item_bytes: int) -> Slab | None:
+    """What two boxes have in common. Dimensions that lie together in both become one on the way, from the last on."""
+    lengths, source_steps, target_steps = [item_bytes], [1], [1]
+    source_step = target_step = item_bytes
+    for d in range(len(source.offsets) - 1, -1, -1):
+        source_low, source_length = source.offsets[d], source.lengths[d]
+        target_low, target_length = target.offsets[d], target.lengths[d]
+        low = max(source_low, target_low)
+        count = min(source_low + source_length, target_low + target_length) - low
+        if count <= 0:
+            return None
+        source_at += (low - source_low) * source_step
+        target_at += (low - target_low) * target_step
+        if count > 1:
+            size = lengths[-1]
+            if source_step == size * source_steps[-1] and target_step == size * target_steps[-1]:
+                lengths[-1] = size * count
+            else:
+                lengths.append(count)
+                source_steps.append(source_step)
+                target_steps.append(target_step)
+        source_step *= source_length
+        target_step *= target_length
+    return Slab(source_at, target_at, tuple(lengths[::-1]), tuple(source_steps[::-1]), tuple(target_steps[::-1]))
+
+
+def _extent(lengths: Sequence[int], steps: Sequence[int]) -> int:
+    """From the first byte of a lattice to behind its last."""
+    return sum((length - 1) * step for length, step in zip(lengths, steps, strict=True)) + 1

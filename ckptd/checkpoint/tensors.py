@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ckptd.checkpoint.concurrency import each
+from ckptd.checkpoint.fetch import fetch, scatter_bytes
+from ckptd.checkpoint.plan import Want, make_plan
 from ckptd.checkpoint.reader import CheckpointReader
-from ckptd.checkpoint.regions import Copy, Region, copies, piece_region
-from ckptd.checkpoint.shard_map import WINDOW_BYTES
+from ckptd.checkpoint.regions import Region
 from ckptd.errors import CoverageError, IntegrityError, UsageError
 from ckptd.format.cover import check_cover
 from ckptd.format.dtypes import ITEM_BYTES, element_count
 from ckptd.format.records import IndexEntry, IndexPiece, TensorEntry
 
-GROUPS_IN_FLIGHT_MAX = 4
-"""Groups of copies, each with a window of memory, that are read at once."""
+REGION_WINDOWS_MAX = 4
+"""Reads of one tensor at once, each with a window of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +57,14 @@ async def find_tensor(reader: CheckpointReader, name: str, rank: int | None) -> 
 
 async def read_region(reader: CheckpointReader, tensor: StoredTensor, wanted: Region, out: memoryview) -> None:
     """The elements of ``wanted``, as it lists them, into ``out``, which has exactly their size. Reads and verifies only
-    the digest blocks that hold some of them. Raises as :class:`CheckpointReader` does."""
-    item = ITEM_BYTES[tensor.dtype]
-    if out.nbytes != wanted.element_count * item:
-        raise UsageError(f"{tensor.name}: {wanted.element_count * item} bytes are wanted, not {out.nbytes}")
+    the digest blocks that hold some of them, and what lies between those that are near. Raises as
+    :class:`CheckpointReader` does."""
+    want = Want(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, region=wanted, pieces=tensor.pieces)
+    if out.nbytes != want.size_bytes:
+        raise UsageError(f"{tensor.name}: {want.size_bytes} bytes are wanted, not {out.nbytes}")
     await _check_index(reader, tensor)
-    view = out.cast("B") if out.nbytes else out
-
-    async def one(work: tuple[IndexPiece, Sequence[Copy]]) -> None:
-        await _read_group(reader, work[0], work[1], item, view)
-
-    groups = (
-        (piece, group)
-        for piece in tensor.pieces
-        for group in _groups(copies(piece_region(piece, tensor.shape), wanted), WINDOW_BYTES // item)
-    )
-    await each(groups, GROUPS_IN_FLIGHT_MAX, one)
+    blocks = {rank: await reader.block_bytes(rank) for rank in {piece.rank for piece in tensor.pieces}}
+    await fetch(reader, make_plan([want], blocks), out, scatter=scatter_bytes, windows_max=REGION_WINDOWS_MAX)
 
 
 async def _check_index(reader: CheckpointReader, tensor: StoredTensor) -> None:
@@ -89,29 +80,3 @@ async def _check_index(reader: CheckpointReader, tensor: StoredTensor) -> None:
         check_cover(tensor.name, tensor.shape, tensor.pieces)
     except CoverageError as error:
         raise IntegrityError(f"{reader.manifest_place}: {error.message}") from None
-
-
-def _groups(found: Sequence[Copy], elements_max: int) -> Iterator[Sequence[Copy]]:
-    """Copies that are read together, as they lie within one window. One that is larger comes alone."""
-    first = 0
-    for i, copy in enumerate(found):
-        if i > first and copy.source + copy.length - found[first].source > elements_max:
-            yield found[first:i]
-            first = i
-    if first < len(found):
-        yield found[first:]
-
-
-async def _read_group(
-    reader: CheckpointReader, piece: IndexPiece, group: Sequence[Copy], item: int, out: memoryview
-) -> None:
-    start, stop = group[0].source * item, (group[-1].source + group[-1].length) * item
-    if len(group) == 1:
-        target = group[0].target * item
-        await reader.read(piece.rank, piece.at + start, piece.at + stop, out[target : target + stop - start])
-        return
-    window = memoryview(bytearray(stop - start))
-    await reader.read(piece.rank, piece.at + start, piece.at + stop, window)
-    for copy in group:
-        source, target, size = copy.source * item - start, copy.target * item, copy.length * item
-        out[target : target + size] = window[source : source + size]
