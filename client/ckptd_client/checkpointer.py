@@ -37,10 +37,11 @@ from ckptd.wire.channel import default_socket
 from ckptd.wire.messages import Hello, Skip
 from ckptd_client.agreement import open_agreement
 from ckptd_client.capture import State
+from ckptd_client.capture.selection import EVERYTHING, Selection
 from ckptd_client.generation import Life, Opening, WriterClaim, open_life
 from ckptd_client.handles import Handles
 from ckptd_client.link import DaemonLink
-from ckptd_client.restore import Restored, Restorer
+from ckptd_client.restore import Restored, Restorer, Wish
 from ckptd_client.roots import Root
 from ckptd_client.save import Save, as_save_error
 from ckptd_client.schedule import Appointments, Schedule
@@ -122,7 +123,7 @@ class Checkpointer:
         self._root = root
         path = Path(socket) if socket is not None else default_socket()
         self._link = DaemonLink(path, self._hello(keep or Keep()), start_daemon=start_daemon)
-        self._supply = ArenaSupply(self._link, world=self._world, slots=slots)
+        self._supply = ArenaSupply(self._link, slots=slots)
         self._handles = Handles(slot_freed=self._supply.wake)
         self._link.open(
             on_event=self._handles.on_event,
@@ -140,7 +141,7 @@ class Checkpointer:
         self._closed = False
         self._pid = os.getpid()
         _open.add(self)
-        if not self._supply.held():
+        if not any(offer.writable for offer in self._supply.held()):
             self._supply.grow(self._snapshots.slot_bytes_expected())
 
     def _hello(self, keep: Keep) -> Hello:
@@ -166,11 +167,26 @@ class Checkpointer:
 
     # Restoring
 
-    def restore(self, step: Selector = "latest", *, required: bool = False, strict: bool = True) -> Restored:
+    def restore(
+        self,
+        step: Selector = "latest",
+        *,
+        required: bool = False,
+        strict: bool = True,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] = (),
+        weights_only: bool = False,
+        cast: bool | Sequence[str] = False,
+    ) -> Restored:
         """Restore the newest checkpoint that all ranks can have, or the one of a step, and open the next generation.
 
         Memory first, then storage; everything is verified before the live state is touched, and a failed restore leaves
         it as it was. ``step=0`` starts over from nothing, beside what is there. All ranks call this, in the same order.
+
+        The checkpoint may come from another number of ranks, or another layout: each rank reads what it needs.
+        ``include`` and ``exclude``: shell-like patterns over names such as ``model/layers.0.weight``, each standing for
+        what is below it too; the rest stays as it is. ``weights_only``: the modules of the state and nothing else.
+        ``cast``: tensors that may be taken in another dtype than that in which they were saved, by patterns, or all.
 
         Raises :class:`ckptd.errors.NoCheckpoint` where ``required`` and nothing was found, :class:`MismatchError` where
         ``strict`` and names, shapes or dtypes do not fit, :class:`ckptd.errors.IntegrityError` where nothing verifies,
@@ -183,8 +199,20 @@ class Checkpointer:
         if fresh:
             restored = Restored()
         else:
-            restorer = Restorer(self._state, self._agreement, self._root, self._supply, self._scratch)
-            restored = restorer.restore(step, required=required, strict=strict)
+            if weights_only:
+                if include is not None:
+                    raise ConfigError("weights_only and include", hint="give one of them; exclude goes with either")
+                include = self._state.module_names()
+            wish = Wish(
+                step=step,
+                required=required,
+                strict=strict,
+                selection=Selection(include, exclude),
+                cast=EVERYTHING if cast is True else Selection(cast or ()),
+            )
+            restored = Restorer(
+                self._state, self._agreement, self._root, self._supply, self._scratch, wish
+            ).restore()
         self._open_life(restored.version, fresh=fresh)
         assert self._life is not None
         restored.generation = self._life.generation

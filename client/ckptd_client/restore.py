@@ -1,18 +1,20 @@
 """Restore: agree on the newest checkpoint that all ranks can have, prove it, vote, and only then touch the live state.
 
-A rank reads its own shard, from memory where the daemon still holds it, else from storage. Whatever fails to verify on
-any rank sends all ranks to the next older checkpoint, and the report says why. What the store cannot tell is an error,
-never "nothing".
+A rank reads what it needs of it, from this node's memory where the daemon still holds it, else from storage. Whatever
+fails to verify on any rank sends all ranks to the next older checkpoint, and the report says why. What the store cannot
+tell is an error, never "nothing".
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
 
+from ckptd.checkpoint.reader import CheckpointReader
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.selectors import Selector, choose, spoken
 from ckptd.errors import (
@@ -22,18 +24,27 @@ from ckptd.errors import (
     NoCheckpoint,
     NotFound,
     ShortRead,
+    first_line,
     from_fields,
     to_fields,
 )
 from ckptd.format.keys import Version, parse_version
+from ckptd.format.tree import decode_json
 from ckptd_client.agreement import Agreement
 from ckptd_client.blocking import run_blocking
 from ckptd_client.capture import Prepared, Report, State
-from ckptd_client.proven import MemoryOffers, Source, from_memory, from_storage, mark_verified
+from ckptd_client.capture.nodes import node_at
+from ckptd_client.capture.restore import refuse_unexpected
+from ckptd_client.capture.selection import EVERYTHING, NOTHING, Selection
+from ckptd_client.committed import CommittedCheckpoint, mark_verified
+from ckptd_client.gather import Scratch
+from ckptd_client.held import HeldCheckpoint, HeldSnapshot, MemoryOffers
 from ckptd_client.roots import Root
 
 CANDIDATES_MAX = 16
 """So many checkpoints, newest first, are tried before a restore gives up."""
+
+Source = Literal["memory", "storage", "none"]
 
 _log = logging.getLogger(__name__)
 _UNPROVEN = (IntegrityError, FormatError, NotFound, NoCheckpoint, ShortRead)
@@ -41,7 +52,7 @@ _UNPROVEN = (IntegrityError, FormatError, NotFound, NoCheckpoint, ShortRead)
 older one would share, or the store not being able to tell."""
 
 
-NOTHING = Report((), (), (), (), ())
+EMPTY_REPORT = Report((), (), (), (), ())
 
 
 @dataclass(slots=True)
@@ -55,46 +66,57 @@ class Restored:
     """The generation in which this start goes on; 0 until one was opened."""
     version: Version | None = None
     """The checkpoint that was restored."""
-    report: Report = NOTHING
+    decision: str = "there is no checkpoint"
+    """What all ranks agreed on, and why: the step, where each rank has it from, and what was passed over."""
+    report: Report = EMPTY_REPORT
     """What was loaded, missing, unexpected, skipped and why; newer checkpoints that did not verify are notices."""
     values: Mapping[str, object] = field(default_factory=dict[str, object])
     """The checkpoint's whole state tree as plain values, with a reference where it has a tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What a caller wants restored, and how."""
+
+    step: Selector = "latest"
+    required: bool = False
+    strict: bool = True
+    selection: Selection = EVERYTHING
+    cast: Selection = NOTHING
+
+
+class _Attempt(NamedTuple):
+    prepared: Prepared | None
+    source: Source
+    refusal: dict[str, Any] | None
 
 
 class Restorer:
     """Restores one rank's state."""
 
     def __init__(
-        self,
-        state: State,
-        agreement: Agreement,
-        root: Root,
-        offers: MemoryOffers,
-        scratch: Callable[[int], memoryview | None],
+        self, state: State, agreement: Agreement, root: Root, offers: MemoryOffers, scratch: Scratch, wish: Wish
     ) -> None:
         self._state = state
         self._agreement = agreement
         self._root = root
         self._offers = offers
         self._scratch = scratch
+        self._wish = wish
         self._run_id = ""
 
-    def restore(self, step: Selector, *, required: bool, strict: bool) -> Restored:
+    def restore(self) -> Restored:
         """See :meth:`ckptd_client.Checkpointer.restore`."""
-        candidates = self._candidates(step)
+        reshaping = self._agreement.decide("reshaping", self._state.reshaping(), _all_names)
+        candidates = self._candidates()
         passed_over: list[str] = []
         for text in candidates:
             version = parse_version(text)
-            prepared, source, vote = self._prepare(version, strict)
-            refusals = self._agreement.decide("vote", vote, _refusals)
+            attempt = self._prepare(version, self._states_of_each_rank(version, reshaping))
+            outcome = self._agreement.decide("vote", self._vote(attempt), _judged)
+            refusals = outcome["refusals"]
             if not refusals:
-                assert prepared is not None
-                self._apply(prepared)
-                if source == "storage" and self._agreement.rank == 0:
-                    with contextlib.suppress(CkptdError):  # a store that is read-only to us restores all the same
-                        run_blocking(mark_verified(self._root, version))
-                report = replace(prepared.report, notices=(*passed_over, *prepared.report.notices))
-                return Restored(version.step, source, 0, version, report, prepared.values)
+                return self._take(version, attempt, outcome, passed_over)
             for refusal in refusals:
                 if refusal["final"]:
                     raise from_fields(
@@ -104,12 +126,36 @@ class Restorer:
             passed_over.append(f"step {spoken(version)} was passed over: {reason}")
             _log.warning("%s", passed_over[-1])
         if candidates:
-            raise IntegrityError(f"{self._root.url}: none of {len(candidates)} checkpoints verifies: {passed_over[0]}")
-        if required:
+            raise IntegrityError(
+                f"{self._root.url}: none of {len(candidates)} checkpoints verifies: {passed_over[0]}",
+                hint="`ckptd verify` says of each what is wrong with it",
+            )
+        if self._wish.required:
             raise NoCheckpoint(
                 f"{self._root.url}: there is no checkpoint", hint="restore without required=True to start anew"
             )
         return Restored()
+
+    def _take(
+        self, version: Version, attempt: _Attempt, outcome: dict[str, Any], passed_over: Sequence[str]
+    ) -> Restored:
+        prepared = attempt.prepared
+        assert prepared is not None
+        if self._wish.strict:
+            refuse_unexpected(outcome["unexpected"])
+        self._apply(prepared)
+        everything = self._wish.selection.everything and prepared.ranks.same
+        if "storage" in outcome["sources"] and everything and self._agreement.rank == 0:
+            with contextlib.suppress(CkptdError):  # a store that is read-only to us restores all the same
+                run_blocking(mark_verified(self._root, version))
+        decision = "; ".join([_decision(version, prepared.ranks.saved_world, outcome["sources"]), *passed_over])
+        _log.info("restored %s", decision)
+        report = replace(
+            prepared.report,
+            unexpected=tuple(outcome["unexpected"]),
+            notices=(*passed_over, *prepared.report.notices),
+        )
+        return Restored(version.step, attempt.source, 0, version, decision, report, prepared.values)
 
     def _apply(self, prepared: Prepared) -> None:
         """Bring it into the live state, on all ranks or with an error on all: a rank whose objects refuse what they had
@@ -119,7 +165,7 @@ class Restorer:
             prepared.apply()
         except Exception as error:
             trouble = {"rank": self._agreement.rank, **to_fields(error)}
-        failed = self._agreement.decide("applied", trouble, _refusals)
+        failed = self._agreement.decide("applied", trouble, lambda all_: [each for each in all_ if each is not None])
         if failed:
             first = failed[0]
             raise from_fields(
@@ -128,9 +174,9 @@ class Restorer:
 
     # The decision
 
-    def _candidates(self, step: Selector) -> list[str]:
+    def _candidates(self) -> list[str]:
         """Versions in the order in which to try them; the same on all ranks."""
-        held = [[str(version), run] for version, run in self._offers.held().items()]
+        held = [[str(Version(o.step, o.generation)), o.run, o.world, o.rank] for o in self._offers.held()]
         self._run_id, in_memory = self._agreement.decide(
             "offers", held, lambda all_held: run_blocking(self._usable(all_held))
         )
@@ -138,20 +184,25 @@ class Restorer:
             # Somebody's snapshot is gone. What the daemons still write may become the newest checkpoint.
             self._offers.await_idle()
         versions = [parse_version(text) for text in in_memory]
-        return self._agreement.decide("candidates", None, lambda _: run_blocking(self._list(step, versions)))
+        return self._agreement.decide("candidates", None, lambda _: run_blocking(self._list(versions)))
 
-    async def _usable(self, held: list[list[list[str]]]) -> list[Any]:
-        """The id of the run that lies at the root now, empty where there is none, and the snapshots of it that every
-        rank holds in memory. What is left of a run that was deleted counts for nothing."""
+    async def _usable(self, held: list[list[list[Any]]]) -> list[Any]:
+        """The id of the run that lies at the root now, empty where there is none, and the snapshots of it that are in
+        memory for every rank that took one. What is left of a run that was deleted counts for nothing."""
         async with self._root.visit() as backend:
             try:
                 run = await Run.open(backend)
             except NoCheckpoint:
                 return ["", []]
-        ours = [{version for version, run_id in each if run_id == run.id} for each in held]
-        return [run.id, sorted(ours[0].intersection(*ours[1:]))]
+        found: dict[str, set[int]] = {}
+        worlds: dict[str, int] = {}
+        for version, run_id, world, rank in (offer for of_rank in held for offer in of_rank):
+            if run_id == run.id:
+                found.setdefault(version, set()).add(rank)
+                worlds[version] = world
+        return [run.id, sorted(version for version, ranks in found.items() if len(ranks) == worlds[version])]
 
-    async def _list(self, step: Selector, in_memory: list[Version]) -> list[str]:
+    async def _list(self, in_memory: list[Version]) -> list[str]:
         async with self._root.visit() as backend:
             try:
                 run = await Run.open(backend)
@@ -160,28 +211,143 @@ class Restorer:
             # A snapshot that all ranks hold sealed is as good as committed: its daemons are about to.
             line = await run.line(also=in_memory)
             committed = {*await run.committed(), *in_memory}
-        if step == "latest":
+        if self._wish.step == "latest":
             return [str(version) for version in line[:CANDIDATES_MAX]]
-        return [str(choose(step, line, sorted(committed)))]
+        return [str(choose(self._wish.step, line, sorted(committed)))]
 
-    def _prepare(self, version: Version, strict: bool) -> tuple[Prepared | None, Source, dict[str, Any] | None]:
-        """Everything but touching the live state; and this rank's vote, ``None`` for yes."""
+    # States that another number of ranks takes over
+
+    def _states_of_each_rank(self, version: Version, names: Sequence[str]) -> dict[str, list[Any]]:
+        """By name of an object, the node of each rank that saved it; empty on as many ranks as saved. Read once, by
+        rank 0."""
+        if not names:
+            return {}
+
+        def read(_: object) -> dict[str, list[Any]]:
+            try:
+                return run_blocking(self._read_states(version, names))
+            except CkptdError as error:
+                # Whoever needs them finds them missing, and says so in its vote.
+                _log.warning("the states of all ranks at step %d cannot be read: %s", version.step, first_line(error))
+                return {}
+
+        return self._agreement.decide("states", None, read)
+
+    async def _read_states(self, version: Version, names: Sequence[str]) -> dict[str, list[Any]]:
+        async with (
+            self._root.visit() as backend,
+            await CheckpointReader.open(await Run.open(backend), version, holder=self._root.holder) as reader,
+        ):
+            world = reader.manifest.world
+            if world == self._agreement.world:
+                return {}
+            found: dict[str, list[Any]] = {name: [] for name in names}
+            for rank in range(world):
+                tree = decode_json(bytes((await reader.receipt(rank)).snapshot.tree))
+                for name in names:
+                    found[name].append(node_at(tree, name))
+        return {name: nodes for name, nodes in found.items() if all(node is not None for node in nodes)}
+
+    # Preparing
+
+    def _prepare(self, version: Version, each_ranks: Mapping[str, Sequence[Any]]) -> _Attempt:
+        """Everything but touching the live state."""
         try:
-            ours = self._offers.held().get(version) == self._run_id
-            proven = from_memory(self._offers, self._root, version) if ours else None
-            if proven is None:
-                rank, world = self._agreement.rank, self._agreement.world
-                proven = run_blocking(from_storage(self._root, version, rank, world, self._scratch))
-            prepared = self._state.prepare(bytes(proven.snapshot.tree), proven.layout, proven.tensor, strict=strict)
-            return prepared, proven.source, None
+            held = self._held(version)
+            prepared = self._from_memory(held, each_ranks) if held else None
+            if prepared is not None:
+                return _Attempt(prepared, "memory", None)
+            return _Attempt(self._from_storage(version, held, each_ranks), "storage", None)
         except CkptdError as error:
-            vote = {
-                "rank": self._agreement.rank,
-                "final": not isinstance(error, _UNPROVEN),
-                **to_fields(error),
-            }
-            return None, "none", vote
+            final = not isinstance(error, _UNPROVEN)
+            return _Attempt(None, "none", {"rank": self._agreement.rank, "final": final, **to_fields(error)})
+
+    def _held(self, version: Version) -> dict[int, HeldSnapshot]:
+        """What is sound, at first sight, of a checkpoint in this node's memory."""
+        found: dict[int, HeldSnapshot] = {}
+        for offer in self._offers.held():
+            if (offer.step, offer.generation, offer.run) != (version.step, version.generation, self._run_id):
+                continue
+            try:
+                found.setdefault(offer.rank, HeldSnapshot.at(self._offers, offer))
+            except CkptdError as error:
+                _log.warning("the snapshot of rank %d in memory is not used: %s", offer.rank, first_line(error))
+        return found
+
+    def _from_memory(
+        self, held: Mapping[int, HeldSnapshot], each_ranks: Mapping[str, Sequence[Any]]
+    ) -> Prepared | None:
+        try:
+            checkpoint = HeldCheckpoint(
+                held,
+                self._root,
+                rank=self._agreement.rank,
+                world=self._agreement.world,
+                scratch=self._scratch,
+                each_ranks=each_ranks,
+            )
+            return self._state.prepare(
+                checkpoint, strict=self._wish.strict, selection=self._wish.selection, cast_=self._wish.cast
+            )
+        except _UNPROVEN as error:
+            _log.warning("not restored from memory: %s", first_line(error))
+            return None
+
+    def _from_storage(
+        self, version: Version, held: Mapping[int, HeldSnapshot], each_ranks: Mapping[str, Sequence[Any]]
+    ) -> Prepared:
+        memory = {rank: snapshot.memory for rank, snapshot in held.items()}
+        try:
+            opened = self._open(version, memory, each_ranks)
+        except NoCheckpoint:
+            if not held:
+                raise
+            self._offers.await_idle()  # all have it sealed, so it is about to be committed
+            opened = self._open(version, memory, each_ranks)
+        with opened as checkpoint:
+            prepared = self._state.prepare(
+                checkpoint, strict=self._wish.strict, selection=self._wish.selection, cast_=self._wish.cast
+            )
+        for snapshot in held.values():
+            snapshot.check_still_there()
+        return prepared
+
+    def _open(
+        self, version: Version, memory: Mapping[int, memoryview], each_ranks: Mapping[str, Sequence[Any]]
+    ) -> CommittedCheckpoint:
+        return CommittedCheckpoint(
+            self._root,
+            version,
+            rank=self._agreement.rank,
+            world=self._agreement.world,
+            memory=memory,
+            scratch=self._scratch,
+            each_ranks=each_ranks,
+        )
+
+    def _vote(self, attempt: _Attempt) -> dict[str, Any]:
+        unexpected = attempt.prepared.report.unexpected if attempt.prepared is not None else ()
+        return {"refusal": attempt.refusal, "source": attempt.source, "unexpected": list(unexpected)}
 
 
-def _refusals(votes: list[dict[str, Any] | None]) -> list[dict[str, Any]]:
-    return [vote for vote in votes if vote is not None]
+def _judged(votes: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the votes of all ranks, in their order, add up to. Only what no rank expects is unexpected."""
+    everywhere = set(votes[0]["unexpected"]).intersection(*(vote["unexpected"] for vote in votes[1:]))
+    return {
+        "refusals": [vote["refusal"] for vote in votes if vote["refusal"] is not None],
+        "unexpected": [name for name in votes[0]["unexpected"] if name in everywhere],
+        "sources": [vote["source"] for vote in votes],
+    }
+
+
+def _all_names(of_ranks: list[list[str]]) -> list[str]:
+    return sorted({name for names in of_ranks for name in names})
+
+
+def _decision(version: Version, saved_world: int, sources: Sequence[str]) -> str:
+    """In words, such as ``step 20 (generation 3) of 4 ranks: memory on ranks 0-2, storage on rank 3``."""
+    spans: list[str] = []
+    for source, group in groupby(enumerate(sources), key=lambda item: item[1]):
+        ranks = [rank for rank, _ in group]
+        spans.append(f"{source} on " + (f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"))
+    return f"step {spoken(version)}, saved by {saved_world} ranks: {', '.join(spans)}"

@@ -7,9 +7,18 @@ import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ckptd.arena import Arena
-from ckptd.errors import DaemonError, ResourceError
-from ckptd.format.keys import Version
-from ckptd.wire.messages import AwaitIdle, BorrowArena, Done, DropArena, HandArena, MakeArena, SnapshotOffer
+from ckptd.errors import DaemonError, DeadlineExceeded, ResourceError
+from ckptd.wire.messages import (
+    AwaitIdle,
+    BorrowArena,
+    Done,
+    DropArena,
+    HandArena,
+    ListOffers,
+    MakeArena,
+    Offers,
+    SnapshotOffer,
+)
 from ckptd_client.link import DaemonLink
 from ckptd_client.staging import cuda
 from ckptd_client.staging.ring import Ring
@@ -29,12 +38,15 @@ class ArenaSupply:
     does, where it comes too early.
     """
 
-    def __init__(self, link: DaemonLink, *, world: int, slots: int) -> None:
+    def __init__(self, link: DaemonLink, *, slots: int) -> None:
         self._link = link
-        self._world = world
         self._slots = slots
         self._device = cuda.device_in_use()  # here: another thread has another current device
+        self._offers: tuple[SnapshotOffer, ...] = ()
         self._borrowed: dict[str, Arena] = {}
+        """Of this rank's predecessors, to be written in."""
+        self._shown: dict[str, Arena] = {}
+        """Of other ranks, to be read."""
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="ckptd-arena")
         self._ring: Ring | None = None
         self._next: Future[Ring] | None = None
@@ -42,20 +54,16 @@ class ArenaSupply:
 
     # Snapshots that were left
 
-    def held(self) -> dict[Version, str]:
-        """Snapshots of this rank that can be restored from memory → the id of the run that they belong to."""
-        return {version: offer.run for version, offer in self._offers().items()}
+    def held(self) -> tuple[SnapshotOffer, ...]:
+        """What the daemon has of this run in memory, of whichever rank, newest first. Asks anew each time."""
+        self._offers = self._link.ask(ListOffers(), Offers).offers
+        return self._offers
 
-    def _offers(self) -> dict[Version, SnapshotOffer]:
-        offers = self._link.welcome.offers
-        return {Version(offer.step, offer.generation): offer for offer in offers if offer.world == self._world}
-
-    def locate(self, version: Version) -> tuple[Arena, int]:
+    def locate(self, offer: SnapshotOffer) -> tuple[Arena, int]:
         """The arena, mapped, and the slot of a snapshot. Raises :class:`DaemonError` where it is gone."""
-        offer = self._offers()[version]
-        arena = self._borrow(offer.arena)
+        arena = self._borrow(offer)
         if arena.record(offer.slot).ticket != offer.ticket:
-            raise DaemonError(f"the snapshot of step {version.step} is no longer in memory")
+            raise DaemonError(f"the snapshot of step {offer.step} of rank {offer.rank} is no longer in memory")
         return arena, offer.slot
 
     def await_idle(self) -> None:
@@ -63,23 +71,33 @@ class ArenaSupply:
         request = AwaitIdle(deadline_seconds=IDLE_SECONDS)
         try:
             self._link.ask(request, Done, seconds=IDLE_SECONDS + 10)
-        except DaemonError as error:
+        except (DaemonError, DeadlineExceeded) as error:
             _log.warning("saves in flight could not be awaited: %s", error)
 
-    def _borrow(self, arena_id: str) -> Arena:
-        if arena_id not in self._borrowed:
-            fd = self._link.ask_for_arena(BorrowArena(arena=arena_id), seconds=ARENA_SECONDS)
-            self._borrowed[arena_id] = self._prepared(Arena(fd))
-        return self._borrowed[arena_id]
+    def _borrow(self, offer: SnapshotOffer) -> Arena:
+        """To write in where that is allowed, else a view of it."""
+        borrowed = self._borrowed if offer.writable else self._shown
+        if offer.arena not in borrowed:
+            request = BorrowArena(arena=offer.arena, read_only=not offer.writable)
+            arena = Arena(self._link.ask_for_arena(request, seconds=ARENA_SECONDS), writable=offer.writable)
+            if offer.writable:
+                self._prepared(arena)
+            else:
+                arena.hide_from_children()
+            borrowed[offer.arena] = arena
+        return borrowed[offer.arena]
 
     # The ring
 
     def settle(self, slot_bytes: int) -> None:
-        """Choose the arena to write in, once it is known what lies in those that were left: one of these where it is
-        large enough, else a new one, made in the background."""
-        for arena_id in {offer.arena for offer in self._link.welcome.offers}:
+        """Choose the arena to write in, once nothing is to be read any more from those that were left: one of these
+        where it is large enough, else a new one, made in the background."""
+        for arena in self._shown.values():
+            arena.close()
+        self._shown.clear()
+        for offer in {offer.arena: offer for offer in self._offers if offer.writable}.values():
             try:
-                arena = self._borrow(arena_id)
+                arena = self._borrow(offer)
             except (DaemonError, ResourceError) as error:
                 _log.warning("the arena of a predecessor is not used: %s", error)
                 continue
@@ -189,6 +207,8 @@ class ArenaSupply:
     def close(self) -> None:
         """Let go of all arenas; the daemon keeps what it needs."""
         self._maker.shutdown(cancel_futures=True)
+        for arena in self._shown.values():
+            arena.close()
         arenas = list(self._borrowed.values())
         if self._ring is not None:
             arenas.append(self._ring.arena)
@@ -196,5 +216,6 @@ class ArenaSupply:
             arenas.append(self._next.result().arena)
         self._ring = self._next = None
         self._borrowed.clear()
+        self._shown.clear()
         for arena in arenas:
             self._unmap(arena)

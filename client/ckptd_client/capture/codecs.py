@@ -21,7 +21,7 @@ import torch
 
 from ckptd.errors import FormatError, StateError, UsageError
 from ckptd.format.names import join
-from ckptd.format.tree import Path
+from ckptd.format.tree import Path, decode_tree
 
 if TYPE_CHECKING:
     from ckptd_client.capture.walk import Walk
@@ -67,6 +67,11 @@ class SavedTensor:
     """A tensor in the checkpoint, by name."""
 
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """In what all ranks have in common: a value that was each rank's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +141,23 @@ def _array_tensor(array: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
         ) from None
 
 
+def decode_value(node: Any) -> object:
+    """The value of a node of a state tree: plain, with a reference where it has a tensor. Raises
+    :class:`FormatError`."""
+
+    def leaf(tag: str, members: dict[str, Any]) -> object:
+        return decode(tag, members, decode_tree(members.get("v"), leaf))
+
+    return decode_tree(node, leaf)
+
+
 def decode(tag: str, members: dict[str, Any], value: object) -> object:
     """The value of a tagged node, ``value`` being its decoded member ``v``. Raises :class:`FormatError`."""
     match tag:
         case "tensor" if isinstance(value, str):
             return SavedTensor(value)
+        case "per_rank":
+            return PerRank()
         case "ndarray" if isinstance(value, SavedTensor):
             return SavedArray(value, _numeric(members["dtype"]).str)
         case "npscalar":

@@ -1,54 +1,106 @@
-"""What a checkpoint holds: stored tensors by name, and the values that they are part of."""
+"""What a checkpoint holds: parts of stored tensors, read all at once, and the values that tensors are part of."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 
-from ckptd.errors import CkptdError, FormatError, StateError, first_line
-from ckptd.format.records import Layout, TensorEntry
-from ckptd_client.capture.codecs import SavedArray, SavedGenerator, SavedObject, SavedTensor, registered
-
-Read = Callable[[str], torch.Tensor]
-"""The verified bytes of a stored tensor, on the CPU, with its saved dtype and shape; valid until the apply is over."""
+from ckptd.checkpoint.regions import region
+from ckptd.errors import CkptdError, FormatError, MismatchError, StateError, UsageError, first_line
+from ckptd.format.records import Box, Span
+from ckptd_client.capture.codecs import (
+    PerRank,
+    SavedArray,
+    SavedGenerator,
+    SavedObject,
+    SavedTensor,
+    decode_value,
+    registered,
+)
+from ckptd_client.capture.stored import Described, Stored, Wanted
 
 CPU = torch.device("cpu")
 
 
 class Contents:
-    """One checkpoint, as one rank reads it."""
+    """One checkpoint in one restore. First everything that is needed is wanted; then it is fetched, in one go; then
+    values are made of it."""
 
-    def __init__(self, layout: Layout, read: Read) -> None:
-        self._read = read
-        self._entries: dict[str, TensorEntry] = {entry.name: entry for entry in layout.tensors}
-        self.aliases = layout.aliases
+    def __init__(self, stored: Stored) -> None:
+        self._stored = stored
+        self.ranks = stored.ranks
+        self.aliases: Mapping[str, str] = stored.aliases
+        self._wanted: dict[Wanted, int] = {}
+        self._read: list[torch.Tensor] | None = None
         self._made: dict[tuple[str, torch.device], torch.Tensor] = {}
 
-    def entry(self, saved: SavedTensor) -> TensorEntry:
-        """The stored tensor behind a name, ties resolved. Raises :class:`FormatError` where there is none."""
-        try:
-            return self._entries[self.aliases.get(saved.name, saved.name)]
-        except KeyError:
-            raise FormatError(f"{saved.name}: the state tree names a tensor that the layout does not have") from None
+    # What there is
 
-    def read(self, saved: SavedTensor) -> torch.Tensor:
-        """Its bytes, not to be written to."""
-        return self._read(self.entry(saved).name)
+    def find(self, name: str) -> Described | None:
+        """The stored tensor behind a name, ties followed."""
+        return self._stored.describe(self.aliases.get(name, name))
 
-    def differ(self, one: str, other: str) -> bool:
-        """Whether two names, both of this checkpoint, stand for different values."""
-        a, b = self.entry(SavedTensor(one)), self.entry(SavedTensor(other))
-        if a is b:
-            return False
-        same_kind = (a.dtype, a.shape) == (b.dtype, b.shape)
-        return not (same_kind and torch.equal(_bits(self._read(a.name)), _bits(self._read(b.name))))
+    def entry(self, saved: SavedTensor) -> Described:
+        """Raises :class:`FormatError` where there is none."""
+        found = self.find(saved.name)
+        if found is None:
+            raise FormatError(f"{saved.name}: the state tree names a tensor that the layout does not have")
+        return found
 
-    def has(self, name: str) -> bool:
-        """Whether the checkpoint has a tensor of this name."""
-        return self.aliases.get(name, name) in self._entries
+    def missing_here(self, saved: object) -> str | None:
+        """Why a value cannot be made on this rank: some of it was each rank's own. ``None`` where it can."""
+        if self.ranks.same:
+            return None
+        for leaf in _leaves(saved):
+            if isinstance(leaf, PerRank) or (isinstance(leaf, SavedTensor) and self.find(leaf.name) is None):
+                return f"each of {self.ranks.saved_world} ranks had its own value, and there are {self.ranks.world} now"
+        return None
+
+    def of_each_rank(self, part: str) -> list[Any] | None:
+        """What each of the ranks that saved had in the place of an object, as plain values; see
+        :meth:`Stored.of_each_rank`. Raises :class:`MismatchError` where there are tensors in it, which stay theirs."""
+        nodes = self._stored.of_each_rank(part)
+        values = None if nodes is None else [decode_value(node) for node in nodes]
+        if any(isinstance(leaf, SavedTensor) for leaf in _leaves(values)):
+            raise MismatchError(f"{part}: its state has tensors, which another number of ranks cannot take over")
+        return values
+
+    # Wanting and reading
+
+    def want(self, saved: SavedTensor, part: Box | Span | None = None) -> Wanted:
+        """Have a part of a tensor read, or all of it."""
+        if self._read is not None:
+            raise UsageError(f"{saved.name} is wanted after everything was read")
+        entry = self.entry(saved)
+        wanted = Wanted(entry, region(entry.shape, part))
+        self._wanted.setdefault(wanted, len(self._wanted))
+        return wanted
+
+    def want_all(self, saved: object) -> None:
+        """Have every tensor of a value read, whole."""
+        for leaf in _leaves(saved):
+            if isinstance(leaf, SavedTensor):
+                self.want(leaf)
+
+    def fetch(self) -> None:
+        """Read and verify all that is wanted. Raises what reading raises."""
+        self._read = self._stored.fetch(list(self._wanted))
+
+    def read(self, wanted: Wanted) -> torch.Tensor:
+        """The elements of a part, flat, not to be written to."""
+        if self._read is None:
+            raise UsageError(f"{wanted.tensor.name} was not read yet")
+        return self._read[self._wanted[wanted]]
+
+    def whole(self, saved: SavedTensor) -> torch.Tensor:
+        """A tensor that is wanted whole, in its shape, not to be written to."""
+        entry = self.entry(saved)
+        return self.read(Wanted(entry, region(entry.shape))).view(entry.shape)
+
+    # Values
 
     def value(self, saved: object, device: torch.device = CPU, like: object = None) -> object:
         """A saved value with everything that belongs to it, in memory of its own.
@@ -60,7 +112,7 @@ class Contents:
             case SavedTensor():
                 return self._tensor(saved, like.device if isinstance(like, torch.Tensor) else device)
             case SavedArray(tensor, dtype):
-                return self.read(tensor).numpy().astype(dtype, copy=True)
+                return self.whole(tensor).numpy().astype(dtype, copy=True)
             case SavedGenerator(place, state):
                 return _generator(place, state)
             case SavedObject(codec, value):
@@ -91,12 +143,32 @@ class Contents:
     def _tensor(self, saved: SavedTensor, device: torch.device) -> torch.Tensor:
         name = self.entry(saved).name
         if (name, device) not in self._made:
-            self._made[name, device] = self._read(name).to(device, copy=True)
+            self._made[name, device] = self.whole(saved).to(device, copy=True)
         return self._made[name, device]
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes, flat."""
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def _leaves(saved: object) -> Iterator[object]:
+    """Tensors, and what was each rank's own, anywhere in a value."""
+    match saved:
+        case SavedTensor() | PerRank():
+            yield saved
+        case SavedArray(tensor, _):
+            yield tensor
+        case SavedObject(_, value):
+            yield from _leaves(value)
+        case dict():
+            for item in cast("dict[Any, object]", saved).values():
+                yield from _leaves(item)
+        case list() | tuple() | set() | frozenset() | deque():
+            for item in cast("list[object]", saved):
+                yield from _leaves(item)
+        case _:
+            return
 
 
 def _generator(place: str, state: bytes) -> torch.Generator:

@@ -115,8 +115,8 @@ class ModuleSource(Source):
                 restoring.load(full, value, extras[name].get_extra_state, extras[name].set_extra_state)
             elif isinstance(value, SavedTensor):
                 owner, key = slots[name]
-                if not restoring.copy(full, live[name], value):
-                    restoring.make(value, functools.partial(owner.__setitem__, key), live[name].device)
+                if not restoring.copy(full, value):
+                    restoring.make(full, value, functools.partial(owner.__setitem__, key), live[name].device)
             else:
                 restoring.mismatch(full, "a tensor here, and the checkpoint has none")
 
@@ -130,7 +130,7 @@ class ModuleSource(Source):
             saved = found[name]
             if isinstance(value, torch.Tensor) != isinstance(saved, SavedTensor):
                 restoring.mismatch(full, "a tensor on one side only")
-            elif not isinstance(saved, SavedTensor) or restoring.fits(full, value, saved):
+            elif not isinstance(saved, SavedTensor) or restoring.fits(full, saved):
                 wanted[own_name] = saved
         strict = len(wanted) == len(live)
         restoring.load(

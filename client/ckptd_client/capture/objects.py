@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from ckptd.errors import StateError, first_line
+from ckptd.errors import CkptdError, StateError, first_line
 from ckptd.format.names import join
 from ckptd.format.tree import Path
 from ckptd_client.capture.template import Template
@@ -12,6 +13,16 @@ from ckptd_client.capture.walk import Source, Walk
 
 if TYPE_CHECKING:
     from ckptd_client.capture.restore import Restoring
+
+
+@runtime_checkable
+class Reshapes(Protocol):
+    """An object whose state is each rank's own, and that can take over the states of another number of ranks."""
+
+    def reshape_state(self, states: Sequence[Any], *, rank: int, world: int) -> Any:
+        """What ``load_state_dict`` is to take on this rank. ``states``: what ``state_dict`` gave on each rank that
+        saved, in order of rank; plain values only. Raises :class:`ckptd.errors.MismatchError`."""
+        ...
 
 
 class ObjectSource(Source):
@@ -30,7 +41,26 @@ class ObjectSource(Source):
         return self._template.walk(walk, state)
 
     def prepare(self, saved: object, restoring: Restoring) -> None:
-        restoring.load(join(self._path), saved, self._thing.state_dict, self._thing.load_state_dict)
+        where = join(self._path)
+        if not restoring.selection.takes(where):
+            return
+        if restoring.contents.missing_here(saved) is not None and isinstance(self._thing, Reshapes):
+            saved = self._reshaped(self._thing, where, saved, restoring)
+        restoring.load(where, saved, self._thing.state_dict, self._thing.load_state_dict)
+
+    def _reshaped(self, thing: Reshapes, where: str, saved: object, restoring: Restoring) -> object:
+        """What the object makes of the states of another number of ranks; where it cannot, ``saved``, and a note."""
+        ranks = restoring.contents.ranks
+        try:
+            states = restoring.contents.of_each_rank(where)
+            if states is None:
+                return saved
+            return thing.reshape_state(states, rank=ranks.rank, world=ranks.world)
+        except CkptdError as error:
+            restoring.mismatch(where, error.message)
+        except Exception as error:
+            restoring.mismatch(where, f"reshape_state() failed: {first_line(error)}")
+        return saved
 
 
 def keeps_state(value: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from ckptd.format.tree import Path
 from ckptd_client.capture.codecs import SavedTensor
 from ckptd_client.capture.contents import CPU
 from ckptd_client.capture.dtensor import local_of
+from ckptd_client.capture.parts import Part
 from ckptd_client.dtypes import dtype_name, torch_dtype
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 Entry = dict[Any, object]
 Group = dict[str, Any]
+Build = Callable[[], object]
 
 
 class OptimizerRestore:
@@ -40,7 +43,7 @@ class OptimizerRestore:
             self._restoring.mismatch(join(self._path), "the checkpoint has no optimizer of this kind here")
             return
         found = cast("list[Group]", groups)
-        of_group = {key: number for number, group in enumerate(found) for key in group["params"]}
+        of_group = cast("dict[Key, int]", members.get("members") or {})
         live = [key for keys in self._keys for key in keys]
         common = set(self._restoring.common(cast("list[Any]", live), of_group, (*self._path, "state")))
         for number, (group, keys) in enumerate(zip(self._optimizer.param_groups, self._keys, strict=True)):
@@ -55,27 +58,31 @@ class OptimizerRestore:
         self, number: int, group: Group, keys: list[Key], of_group: dict[Key, int], saved: list[Group]
     ) -> None:
         where = join((*self._path, "param_groups", element(number)))
-        ours = {key for group_keys in self._keys for key in group_keys}
+        if not self._restoring.selection.takes(where):
+            return
+        ours = {key for group_keys in self._keys for key in group_keys if self._takes(key)}
         sources = {of_group[key] for key in keys} or ({number} if number < len(saved) else set[int]())
         if len(sources) != 1:
             self._restoring.mismatch(where, f"its parameters are in groups {sorted(sources)} of the checkpoint")
             return
         (source,) = sources
-        if keys and set(keys) != ours.intersection(saved[source]["params"]):
+        if keys and set(keys) != {key for key in ours if of_group.get(key) == source}:
             self._restoring.mismatch(where, f"group {source} of the checkpoint has other parameters")
             return
         for field, value in saved[source].items():
-            if field != "params":
-                self._prepare_field(group, field, value, f"{where}/{segment(field)}")
+            self._prepare_field(group, field, value, f"{where}/{segment(field)}")
         self._restoring.loaded.append(where)
+
+    def _takes(self, key: Key) -> bool:
+        return self._restoring.selection.takes(join((*self._path, "state", segment(key))))
 
     def _prepare_field(self, group: Group, field: str, saved: object, where: str) -> None:
         live = group.get(field)
-        if isinstance(live, torch.Tensor) and isinstance(saved, SavedTensor):
-            if not self._restoring.copy(where, live, saved):
-                self._restoring.make(saved, lambda value: group.__setitem__(field, value), live.device)
+        if isinstance(live, torch.Tensor) and isinstance(saved, SavedTensor) and where in self._restoring.parts:
+            if not self._restoring.copy(where, saved):
+                self._restoring.make(where, saved, lambda value: group.__setitem__(field, value), live.device)
         else:
-            self._restoring.make(saved, lambda value: group.__setitem__(field, value))
+            self._restoring.make(where, saved, lambda value: group.__setitem__(field, value))
 
     def _prepare_entry(self, parameter: torch.Tensor, saved: Entry | None, path: Path, group: Group) -> None:
         restoring, state = self._restoring, self._optimizer.state
@@ -83,49 +90,66 @@ class OptimizerRestore:
             restoring.build(lambda: None, lambda _: state.pop(parameter, None))
             return
         live = cast("Entry", state.get(parameter) or {})
-        items = {
-            field: self._value(parameter, live.get(field), value, field, join((*path, segment(field))), group)
-            for field, value in saved.items()
-        }
+        items: Entry = {}
+        for field, value in saved.items():
+            name = join((*path, segment(field)))
+            if restoring.can_be_had(name, value):
+                items[field] = self._value(parameter, live.get(field), value, field, name, group)
+            elif field in live:
+                items[field] = functools.partial(live.__getitem__, field)
         restoring.build(
-            lambda: {field: build() for field, build in items.items()},
+            lambda: {field: cast("Build", build)() for field, build in items.items()},
             lambda entry: state.__setitem__(parameter, entry),
         )
 
-    def _value(self, parameter: torch.Tensor, live: object, saved: object, field: str, name: str, group: Group) -> Any:
+    def _value(
+        self, parameter: torch.Tensor, live: object, saved: object, field: str, name: str, group: Group
+    ) -> Build:
         """What makes one value: the live tensor, to be copied into, or a new one, or whatever else was saved."""
-        restoring = self._restoring
+        restoring, contents = self._restoring, self._restoring.contents
         if not isinstance(saved, SavedTensor):
             restoring.loaded.append(name)
-            return lambda: restoring.contents.value(saved, parameter.device)
-        entry = restoring.contents.entry(saved)
+            contents.want_all(saved)
+            return lambda: contents.value(saved, parameter.device)
+        entry = contents.entry(saved)
+        known = restoring.parts.get(name) if isinstance(live, torch.Tensor) else None
         if (
-            isinstance(live, torch.Tensor)
-            and tuple(live.shape) == entry.shape
-            and dtype_name(live.dtype) == entry.dtype
-            and restoring.copy(name, live, saved)
+            known is not None
+            and known.shape == entry.shape
+            and dtype_name(known.local.dtype) == entry.dtype
+            and restoring.copy(name, saved)
         ):
             return lambda: live
         restoring.loaded.append(name)
-        if field == "step":  # where torch's optimizers want their counters
-            device = parameter.device if group.get("capturable") or group.get("fused") else CPU
-            return lambda: restoring.contents.value(saved, device)
-        if entry.shape != tuple(parameter.shape):
-            return lambda: restoring.contents.value(saved, parameter.device)
-        if not restoring.same_part(name, parameter, saved):
-            return lambda: live
-        return lambda: _like(parameter, torch_dtype(entry.dtype), restoring.contents.read(saved))
+        part = restoring.part_of(parameter)
+        if field == "step" or entry.shape != part.shape:
+            # A counter lies where torch's optimizers want theirs.
+            beside = field != "step" or group.get("capturable") or group.get("fused")
+            device = parameter.device if beside else CPU
+            contents.want(saved)
+            return lambda: contents.value(saved, device)
+        wanted = [contents.want(saved, piece.box or piece.span) for piece in part.each()]
+        return lambda: _like(parameter, part, torch_dtype(entry.dtype), [contents.read(each) for each in wanted])
 
     def _prepare_others(self, saved: dict[Any, object]) -> None:
         state = cast("dict[Any, object]", self._optimizer.state)
         for key, value in saved.items():
-            self._restoring.make(value, functools.partial(state.__setitem__, key))
+            name = join((*self._path, "others", segment(key)))
+            if self._restoring.selection.takes(name):
+                self._restoring.make(name, value, functools.partial(state.__setitem__, key))
 
 
-def _like(parameter: torch.Tensor, dtype: torch.dtype, values: torch.Tensor) -> torch.Tensor:
+def _like(parameter: torch.Tensor, part: Part, dtype: torch.dtype, values: list[torch.Tensor]) -> torch.Tensor:
     """The values in a new tensor that lies, and is distributed, as the parameter is."""
     made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    local = local_of(made)
-    if local.numel():
-        local.copy_(values)
+    local, own = local_of(made), local_of(parameter)
+    if len(values) == 1:
+        if local.numel():
+            local.copy_(values[0].view(local.shape))
+        return made
+    whole = torch.empty_strided(own.shape, own.stride(), dtype=dtype)
+    for piece, value in zip(part.each(), values, strict=True):
+        at = piece.local.storage_offset() - own.storage_offset()
+        whole.as_strided(piece.local.shape, piece.local.stride(), at).copy_(value.view(piece.local.shape))
+    local.copy_(whole)
     return made

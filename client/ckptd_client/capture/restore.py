@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,8 +19,10 @@ from ckptd.errors import MismatchError, first_line
 from ckptd.format.names import join, segment
 from ckptd.format.tree import Path
 from ckptd_client.capture.codecs import SavedTensor
-from ckptd_client.capture.contents import CPU, Contents
-from ckptd_client.capture.dtensor import local_of, part_of
+from ckptd_client.capture.contents import CPU, Contents, bits
+from ckptd_client.capture.parts import Part
+from ckptd_client.capture.selection import EVERYTHING, NOTHING, Selection
+from ckptd_client.capture.stored import Wanted
 from ckptd_client.dtypes import dtype_name
 
 NAMES_SHOWN = 8
@@ -59,6 +61,14 @@ class Restoring:
     """One restore in the making."""
 
     contents: Contents
+    parts: Mapping[str, Part]
+    """What this rank holds of each live tensor, by name."""
+    part_of: Callable[[torch.Tensor], Part]
+    """The same of a parameter."""
+    selection: Selection = EVERYTHING
+    """What is to be taken."""
+    cast: Selection = NOTHING
+    """Tensors that may be taken in another dtype than that in which they were saved."""
     loaded: list[str] = field(default_factory=list[str])
     missing: list[str] = field(default_factory=list[str])
     unexpected: list[str] = field(default_factory=list[str])
@@ -69,17 +79,20 @@ class Restoring:
     def __post_init__(self) -> None:
         self._builds: list[tuple[Callable[[], object], Callable[[Any], object]]] = []
         self._loads: list[_Load] = []
-        self._copies: list[tuple[torch.Tensor, SavedTensor]] = []
+        self._copies: list[tuple[torch.Tensor, Wanted]] = []
+        self._ties: list[tuple[str, str, list[tuple[Wanted, Wanted]]]] = []
         self._last: list[Callable[[], object]] = []
 
     # Checks
 
-    def common(self, live: Iterable[str], found: Mapping[str, object], path: Path) -> list[str]:
-        """Names on both sides, in live order. Those on one side only are noted as missing or unexpected."""
-        wanted = dict.fromkeys(live)
-        self.missing += [join((*path, segment(name))) for name in wanted if name not in found]
-        self.unexpected += [join((*path, segment(name))) for name in found if name not in wanted]
-        return [name for name in wanted if name in found]
+    def common(self, live: Iterable[Any], found: Mapping[Any, object], path: Path) -> list[Any]:
+        """Keys on both sides that are to be taken, in live order. Those on one side only are noted as missing or
+        unexpected."""
+        wanted = {key: join((*path, segment(key))) for key in live}
+        self.missing += [name for key, name in wanted.items() if key not in found and self.selection.takes(name)]
+        others = [join((*path, segment(key))) for key in found if key not in wanted]
+        self.unexpected += [name for name in others if self.selection.takes(name)]
+        return [key for key, name in wanted.items() if key in found and self.selection.takes(name)]
 
     def mismatch(self, name: str, reason: str) -> None:
         """Note that live and saved value do not fit: an error when strict, else the value is skipped."""
@@ -89,86 +102,108 @@ class Restoring:
         """Note what cannot be taken, which is no error."""
         self.skipped.append((name, reason))
 
-    def fits(self, name: str, live: torch.Tensor, saved: SavedTensor) -> bool:
-        """Whether the saved tensor can be copied into the live one; notes why not."""
-        entry = self.contents.entry(saved)
-        shape, dtype = tuple(live.shape), dtype_name(live.dtype)
-        if entry.shape != shape:
-            self.mismatch(name, f"shape {entry.shape} in the checkpoint, {shape} here")
-        elif entry.dtype != dtype:
+    def can_be_had(self, name: str, saved: object) -> bool:
+        """Whether a value can be made on this rank; notes why not, where it was each rank's own."""
+        reason = self.contents.missing_here(saved)
+        if reason is not None:
+            self.mismatch(name, reason)
+        return reason is None
+
+    def fits(self, name: str, saved: SavedTensor) -> bool:
+        """Whether the saved tensor can be copied into the live one of this name; notes why not."""
+        if not self.can_be_had(name, saved):
+            return False
+        entry, part = self.contents.entry(saved), self.parts[name]
+        dtype = dtype_name(part.local.dtype)
+        if entry.shape != part.shape:
+            self.mismatch(name, f"shape {entry.shape} in the checkpoint, {part.shape} here")
+        elif entry.dtype != dtype and not self.cast.takes(name):
             self.mismatch(name, f"dtype {entry.dtype} in the checkpoint, {dtype} here")
         else:
-            return self.same_part(name, live, saved)
+            if entry.dtype != dtype:
+                self.notices.append(f"{name}: cast from {entry.dtype} to {dtype}")
+            return True
         return False
-
-    def same_part(self, name: str, live: torch.Tensor, saved: SavedTensor) -> bool:
-        """Whether the part of ``live`` that this rank holds is the one that it saved; notes where it is not."""
-        _, box, span = part_of(name, live)
-        here = [(piece.box, piece.span) for piece in self.contents.entry(saved).pieces]
-        if local_of(live).numel() and (box is not None or span is not None) and (box, span) not in here:
-            self.mismatch(name, "this rank holds another part of the tensor than when it was saved")
-            return False
-        return True
 
     # Plans
 
-    def copy(self, name: str, live: torch.Tensor, saved: SavedTensor) -> bool:
-        """Plan to copy a tensor in place. False where that cannot be, as elements of the live one share memory: the
-        caller is to put a tensor of its own there."""
-        if not self.fits(name, live, saved):
+    def copy(self, name: str, saved: SavedTensor) -> bool:
+        """Plan to copy what this rank holds of the live tensor of this name, in place. False where that cannot be, as
+        elements of the live one share memory: the caller is to put a tensor of its own there."""
+        if not self.fits(name, saved):
             return True
         self.loaded.append(name)
-        local = local_of(live)
-        if any(size > 1 and stride == 0 for size, stride in zip(local.shape, local.stride(), strict=True)):
-            self.notices.append(f"{name}: elements shared memory; replaced by a tensor of its own")
-            return False
-        if local.numel():
-            self._copies.append((local, saved))
+        pieces = self.parts[name].each()
+        for piece in pieces:
+            local = piece.local
+            if any(size > 1 and stride == 0 for size, stride in zip(local.shape, local.stride(), strict=True)):
+                self.notices.append(f"{name}: elements shared memory; replaced by a tensor of its own")
+                return False
+        self._copies += [
+            (piece.local, self.contents.want(saved, piece.box or piece.span)) for piece in pieces if piece.local.numel()
+        ]
         return True
 
-    def make(self, saved: object, put: Callable[[Any], object], device: torch.device = CPU) -> None:
+    def make(self, name: str, saved: object, put: Callable[[Any], object], device: torch.device = CPU) -> None:
         """Plan to build a saved value with tensors on ``device``, and to ``put`` it somewhere."""
-        self.build(lambda: self.contents.value(saved, device), put)
+        if self.can_be_had(name, saved):
+            self.contents.want_all(saved)
+            self.build(lambda: self.contents.value(saved, device), put)
 
     def build(self, build: Callable[[], object], put: Callable[[Any], object]) -> None:
-        """Plan to make a value while everything may still fail, and to ``put`` it when nothing may."""
+        """Plan to make a value while everything may still fail, and to ``put`` it when nothing may. Tensors of the
+        checkpoint that it needs have to be wanted."""
         self._builds.append((build, put))
 
     def load(self, name: str, saved: object, get: Callable[[], object], set_: Callable[[Any], object]) -> None:
         """Plan to hand a value to an object that loads by itself. ``get`` gives what puts it back."""
-        self._loads.append(_Load(name, get, set_, lambda: self.contents.value(saved, CPU, get())))
-        self.loaded.append(name)
+        if self.can_be_had(name, saved):
+            self.contents.want_all(saved)
+            self._loads.append(_Load(name, get, set_, lambda: self.contents.value(saved, CPU, get())))
+            self.loaded.append(name)
 
     def last(self, act: Callable[[], object]) -> None:
         """Plan what must come after everything else."""
         self._last.append(act)
 
-    # The end
-
-    def check_ties(self, live: Mapping[str, str], names: Iterable[str]) -> None:
-        """Compare ties: ``live`` gives the aliases among the live ``names``."""
+    def compare_ties(self, live: Mapping[str, str], names: Iterable[str]) -> None:
+        """Plan to compare tied tensors, whose values in the checkpoint must be equal: ``live`` gives the aliases among
+        the live ``names``."""
         contents = self.contents
         for alias, name in live.items():
-            if contents.has(alias) and contents.has(name) and contents.differ(alias, name):
-                self.mismatch(alias, f"tied to {name} here, and another value in the checkpoint")
+            one, other = contents.find(alias), contents.find(name)
+            if one is None or other is None or one is other or not self.selection.takes(alias):
+                continue
+            pieces = self.parts[name].each() if (one.dtype, one.shape) == (other.dtype, self.parts[name].shape) else ()
+            wanted = [
+                (contents.want(SavedTensor(alias), part), contents.want(SavedTensor(name), part))
+                for part in (piece.box or piece.span for piece in pieces)
+            ]
+            self._ties.append((alias, name, wanted))
         there = set(names)
         for alias, name in contents.aliases.items():
             if {alias, name} <= there and live.get(alias, alias) != live.get(name, name):
                 self.notices.append(f"{alias}: tied to {name} in the checkpoint and not here; both got its value")
 
-    def finish(self, *, strict: bool) -> Report:
-        """Everything was looked at. Raises :class:`MismatchError` where strict and something does not fit."""
-        if strict and (self.missing or self.unexpected or self.mismatches):
-            kinds = {
-                "missing from the checkpoint": self.missing,
-                "unexpected in the checkpoint": self.unexpected,
-                "does not fit": [f"{name} ({reason})" for name, reason in self.mismatches],
-            }
-            problems = [f"{kind}: {_some(names)}" for kind, names in kinds.items() if names]
-            raise MismatchError(
-                "the checkpoint does not fit the live state; " + "; ".join(problems),
-                hint="strict=False takes what fits and reports the rest",
-            )
+    # The end
+
+    def fetch(self) -> None:
+        """Read and verify all that the plan needs, and compare ties."""
+        self.contents.fetch()
+        read = self.contents.read
+        for alias, name, wanted in self._ties:
+            if not wanted or any(not torch.equal(bits(read(one)), bits(read(other))) for one, other in wanted):
+                self.mismatch(alias, f"tied to {name} here, and another value in the checkpoint")
+
+    def check(self, *, strict: bool) -> None:
+        """Raise :class:`MismatchError` where strict and something does not fit. What this rank does not expect may be
+        another rank's: with several, that is for :func:`refuse_unexpected`."""
+        unexpected = self.unexpected if self.contents.ranks.world == 1 else []
+        if strict and (self.missing or unexpected or self.mismatches):
+            raise _misfit(self.missing, unexpected, self.mismatches)
+
+    def report(self) -> Report:
+        """What was found."""
         return Report(
             loaded=tuple(dict.fromkeys(self.loaded)),
             missing=tuple(self.missing),
@@ -184,8 +219,8 @@ class Restoring:
             for load in self._loads:
                 load.value = load.build()
             self._load_all()
-            for live, saved in self._copies:
-                live.copy_(self.contents.read(saved))
+            for live, wanted in self._copies:
+                live.copy_(self.contents.read(wanted).view(live.shape))
             for put, value in built:
                 put(value)
             for act in self._last:
@@ -203,6 +238,27 @@ class Restoring:
                     f"{load.name}: the object does not take what was saved: {first_line(error)}",
                     hint=f"not put back either: {_some(changed)}" if changed else "the live state is as it was",
                 ) from error
+
+
+def refuse_unexpected(names: Sequence[str]) -> None:
+    """Raise :class:`MismatchError` for names in the checkpoint that no rank has, if there are any."""
+    if names:
+        raise _misfit((), names, ())
+
+
+def _misfit(
+    missing: Sequence[str], unexpected: Sequence[str], mismatches: Sequence[tuple[str, str]]
+) -> MismatchError:
+    kinds = {
+        "missing from the checkpoint": missing,
+        "unexpected in the checkpoint": unexpected,
+        "does not fit": [f"{name} ({reason})" for name, reason in mismatches],
+    }
+    problems = [f"{kind}: {_some(names)}" for kind, names in kinds.items() if names]
+    return MismatchError(
+        "the checkpoint does not fit the live state; " + "; ".join(problems),
+        hint="strict=False takes what fits and reports the rest",
+    )
 
 
 def _put_back(load: _Load, before: object) -> bool:
@@ -225,6 +281,6 @@ def copy_of(value: object) -> object:
     return copy.deepcopy(value)
 
 
-def _some(names: list[str]) -> str:
+def _some(names: Sequence[str]) -> str:
     more = len(names) - NAMES_SHOWN
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

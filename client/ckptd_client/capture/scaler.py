@@ -49,6 +49,8 @@ class ScalerSource(Source):
 
     def prepare(self, saved: object, restoring: Restoring) -> None:
         where = join(self._path)
+        if not restoring.selection.takes(where):
+            return
         live = self._state()
         found = cast("dict[str, object]", saved) if isinstance(saved, dict) else {}
         if bool(live) != bool(found):
@@ -56,7 +58,7 @@ class ScalerSource(Source):
             restoring.mismatch(where, f"the scaler is enabled {on} and not {off}")
             return
         if live and set(restoring.common(live, found, self._path)) == set(live):
-            restoring.make(found, self._set, torch.device(cast(Any, self.scaler)._device))
+            restoring.make(where, found, self._set, torch.device(cast(Any, self.scaler)._device))
         restoring.loaded.append(where)
 
     def _set(self, value: object) -> None:

@@ -12,19 +12,20 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from ckptd.errors import FormatError, StateError
-from ckptd.format.names import element, segment
-from ckptd.format.records import Layout
-from ckptd.format.tree import Path, decode_json, decode_tree
+from ckptd.format.names import element, join, segment
+from ckptd.format.tree import Path, decode_json
 from ckptd.limits import NAME_BYTES_MAX, TREE_DEPTH_MAX
 from ckptd_client.capture import codecs
-from ckptd_client.capture.contents import Contents, Read
+from ckptd_client.capture.contents import Contents
 from ckptd_client.capture.leaves import Leaf, Leaves, Structure
 from ckptd_client.capture.module import ModuleSource
-from ckptd_client.capture.objects import ObjectSource, keeps_state
+from ckptd_client.capture.objects import ObjectSource, Reshapes, keeps_state
 from ckptd_client.capture.optimizer import OptimizerSource, is_plain_optimizer
 from ckptd_client.capture.restore import Report, Restoring
 from ckptd_client.capture.rng import RNG, RngSource
 from ckptd_client.capture.scaler import ScalerSource, is_scaler
+from ckptd_client.capture.selection import EVERYTHING, NOTHING, Selection
+from ckptd_client.capture.stored import Ranks, Stored
 from ckptd_client.capture.template import Template
 from ckptd_client.capture.values import Build, merge
 from ckptd_client.capture.walk import ParameterNames, Source, Walk
@@ -55,6 +56,7 @@ class Prepared:
     """A restore that was found to fit."""
 
     report: Report
+    ranks: Ranks
     values: dict[str, object]
     """The checkpoint's whole tree; where it has a tensor, a :class:`~ckptd_client.capture.codecs.SavedTensor`."""
     _apply: Callable[[], None]
@@ -182,40 +184,56 @@ class State:
 
     # Restore
 
-    def prepare(self, tree: bytes, layout: Layout, read: Read, *, strict: bool) -> Prepared:
-        """Check a whole checkpoint against the live state, and plan the restore. Changes nothing.
+    def prepare(
+        self, stored: Stored, *, strict: bool, selection: Selection = EVERYTHING, cast_: Selection = NOTHING
+    ) -> Prepared:
+        """Check a checkpoint against the live state, plan the restore, read and verify all that it needs. Changes
+        nothing.
 
-        ``read`` gives the stored tensor of a name that ``layout`` has, on the CPU; what it gives must stay until the
-        apply is over. Raises :class:`MismatchError` where strict and anything does not fit, :class:`StateError` where
-        the random-number state cannot be used, :class:`FormatError` for a tree that is malformed.
+        Raises :class:`MismatchError` where strict and anything does not fit, :class:`StateError` where the
+        random-number state cannot be used, :class:`FormatError` for a tree that is malformed, and what reading raises.
         """
         live = self.capture()
-        saved = _decode(tree)
-        restoring = Restoring(Contents(layout, read))
-        restoring.missing += [name for name in live.parts if name not in saved]
-        unexpected = [name for name in saved if name not in live.parts]
+        saved = _decode(stored.tree)
+        restoring = Restoring(Contents(stored), live.parts, self.part_of, selection, cast_)
+        restoring.missing += [name for name in live.tops if name not in saved and selection.takes(name)]
+        unexpected = [name for name in saved if name not in live.tops and selection.takes(name)]
         if RNG in unexpected and self._rng is None:
             unexpected.remove(RNG)
             restoring.skip(RNG, "rng=False")
         restoring.unexpected += unexpected
-        builds: dict[str, Build] = {}
-        for name in live.parts:
-            if name not in saved:
-                continue
-            if name == RNG and self._rng is not None:
-                self._rng.prepare(saved[name], restoring)
-            elif not self._can_take(name):
-                restoring.skip(name, "the state is a mapping that cannot be written to")
-            else:
-                builds[name] = merge(self._state[name], saved[name], (segment(name),), restoring, self._source)
+        builds = self._plan_tops([name for name in live.tops if name in saved], saved, restoring)
         self._plan_parts(builds, restoring)
-        restoring.check_ties(live.aliases, [*(leaf.name for leaf in live.leaves), *live.aliases])
+        restoring.compare_ties(live.aliases, [*(leaf.name for leaf in live.leaves), *live.aliases])
+        restoring.check(strict=strict)
+        restoring.fetch()
+        restoring.check(strict=strict)  # of ties, the values had to be read first
 
         def apply() -> None:
             restoring.apply()
             self._leaves.forget()  # what the live state let go of is not to be kept alive here
 
-        return Prepared(restoring.finish(strict=strict), saved, apply)
+        return Prepared(restoring.report(), stored.ranks, saved, apply)
+
+    def _plan_tops(self, names: list[str], saved: dict[str, object], restoring: Restoring) -> dict[str, Build]:
+        builds: dict[str, Build] = {}
+        for name in names:
+            if name == RNG and self._rng is not None:
+                if restoring.selection.takes(name):
+                    self._rng.prepare(saved[name], restoring)
+            elif not self._can_take(name):
+                restoring.skip(name, "the state is a mapping that cannot be written to")
+            else:
+                builds[name] = merge(self._state[name], saved[name], (segment(name),), restoring, self._source)
+        return builds
+
+    def module_names(self) -> list[str]:
+        """Where the modules of the state are."""
+        return [join(path) for path, _ in self._find_all(nn.Module)]
+
+    def reshaping(self) -> list[str]:
+        """Names of the objects that take over the states of another number of ranks."""
+        return [join(path) for path, found in self._find_all(cast("type[object]", Reshapes)) if keeps_state(found)]
 
     def _can_take(self, name: str) -> bool:
         """Whether another value can come to stand under the name, or the one that is there be changed."""
@@ -260,12 +278,8 @@ def _parameter_names(modules: list[tuple[Path, ModuleSource]]) -> ParameterNames
 
 def _decode(tree: bytes) -> dict[str, object]:
     """The parts of a state tree, tensors by reference. Raises :class:`FormatError`."""
-
-    def leaf(tag: str, members: dict[str, Any]) -> object:
-        return codecs.decode(tag, members, decode_tree(members.get("v"), leaf))
-
     try:
-        saved = decode_tree(decode_json(tree), leaf)
+        saved = codecs.decode_value(decode_json(tree))
     except RecursionError:
         raise FormatError("state tree nested too deep") from None
     if not isinstance(saved, dict) or not all(isinstance(name, str) for name in cast("dict[object, object]", saved)):

@@ -30,6 +30,9 @@ def merge(live: object, saved: object, path: Path, restoring: Restoring, find: F
     if source is not None:
         source.prepare(saved, restoring)
         return lambda: live
+    inside = isinstance(saved, dict | list | tuple) and isinstance(live, dict | list | tuple)
+    if not inside and not (restoring.selection.takes(where) and restoring.can_be_had(where, saved)):
+        return lambda: live
     match live, saved:
         case torch.Tensor(), SavedTensor():
             return _merge_tensor(live, saved, where, restoring)
@@ -52,17 +55,20 @@ def merge(live: object, saved: object, path: Path, restoring: Restoring, find: F
             return _merge_array(live, saved, where, restoring)
         case _:
             restoring.loaded.append(where)
+            restoring.contents.want_all(saved)
             return lambda: restoring.contents.value(saved)
 
 
 def _merge_tensor(live: torch.Tensor, saved: SavedTensor, where: str, restoring: Restoring) -> Build:
-    if restoring.copy(where, live, saved):
+    if restoring.copy(where, saved):
         return lambda: live
+    restoring.contents.want(saved)
     return lambda: restoring.contents.value(saved, live.device)
 
 
 def _merge_array(live: np.ndarray[Any, Any], saved: SavedArray, where: str, restoring: Restoring) -> Build:
     restoring.loaded.append(where)
+    restoring.contents.want(saved.tensor)
     entry = restoring.contents.entry(saved.tensor)
     if live.dtype.str != saved.dtype or live.shape != entry.shape or not live.flags.writeable:
         return lambda: restoring.contents.value(saved)
@@ -76,7 +82,8 @@ def _merge_array(live: np.ndarray[Any, Any], saved: SavedArray, where: str, rest
 def _merge_dict(
     live: dict[Any, object], saved: dict[Any, object], path: Path, restoring: Restoring, find: FindSource
 ) -> Build:
-    restoring.missing += [join((*path, segment(key))) for key in live if key not in saved]
+    absent = [join((*path, segment(key))) for key in live if key not in saved]
+    restoring.missing += [name for name in absent if restoring.selection.takes(name)]
     items = {key: merge(live.get(key), item, (*path, segment(key)), restoring, find) for key, item in saved.items()}
 
     def put(value: object) -> None:

@@ -1,0 +1,68 @@
+"""One checkpoint, as one rank reads it: what a restore needs to know of it, wherever its bytes are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ckptd.checkpoint.regions import Region
+
+
+class Described(NamedTuple):
+    """A stored tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the global tensor."""
+
+
+class Wanted(NamedTuple):
+    """A part of a stored tensor."""
+
+    tensor: Described
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Who restores, and who saved."""
+
+    rank: int = 0
+    world: int = 1
+    saved_world: int = 1
+    identity: str = ""
+    """Of the checkpoint; for what is derived from it and from nothing else."""
+
+    @property
+    def same(self) -> bool:
+        """As many as there were: each takes up its own values."""
+        return self.world == self.saved_world
+
+
+class Stored(Protocol):
+    """One checkpoint. Everything but :meth:`fetch` is in memory."""
+
+    ranks: Ranks
+    tree: bytes
+    """Typed JSON: this rank's own where as many ranks restore as saved, else what all of them have in common."""
+    aliases: Mapping[str, str]
+    """Further names of a stored tensor → the name under which it is stored."""
+
+    def describe(self, name: str) -> Described | None:
+        """The tensor stored under a name, ties not followed: the world's, or this rank's own. ``None`` where there is
+        none, or each of another number of ranks had its own."""
+        ...
+
+    def fetch(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
+        """The elements of each part, verified, flat and on the CPU, in the saved dtype; not to be written to. Valid as
+        long as the tensors are held and the restore goes on. Blocking; raises what reading raises."""
+        ...
+
+    def of_each_rank(self, part: str) -> Sequence[Any] | None:
+        """What each of the ranks that saved had in the place of an object, in order of rank, as nodes of their trees;
+        ``None`` where that was not asked for."""
+        ...
