@@ -186,7 +186,7 @@ class Arena:
 
     def doc(self, number: int, record: SlotRecord) -> bytes:
         """The encoded snapshot record of a slot, a copy. Raises :class:`IntegrityError` where it is torn."""
-        start = pages(record.shard_bytes)
+        start = pages(record.shard_bytes) + pages(record.resident_bytes)
         if start + record.doc_bytes > self.shape.slot_bytes:
             raise IntegrityError(f"slot {number} claims to hold more than its {self.shape.slot_bytes} bytes")
         data = bytes(self.slot(number)[start : start + record.doc_bytes])

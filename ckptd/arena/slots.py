@@ -21,8 +21,8 @@ RECORD_BYTES = 256
 """Room for one copy of a record; two copies a slot."""
 
 _FIELDS = struct.Struct(
-    "<QIIQQQQQ16s"
-)  # sequence, state, generation, step, ticket, shard, doc, filled-by pid, doc digest
+    "<QIIQQQQQQ16s"
+)  # sequence, state, generation, step, ticket, shard, resident, doc, filled-by pid, doc digest
 _CHECK = struct.Struct("<Q")
 
 
@@ -47,10 +47,12 @@ class SlotRecord:
     shard_bytes: int = 0
     """Length of the shard, from the slot's start."""
     doc_bytes: int = 0
-    """Length of the encoded snapshot record, which lies behind the shard on the next page boundary."""
+    """Length of the encoded snapshot record, which lies behind all else on the next page boundary."""
     doc_digest: bytes = bytes(16)
     pid: int = 0
     """The trainer that filled it, in the trainer's own PID namespace; for messages only."""
+    resident_bytes: int = 0
+    """Length of what lies behind the shard, from the next page boundary on, and is not written."""
 
     @property
     def version(self) -> Version:
@@ -70,10 +72,10 @@ def read_record(copies: memoryview) -> tuple[int, SlotRecord]:
         else:
             if _CHECK.unpack_from(raw, _FIELDS.size)[0] != xxh3_64_intdigest(raw[: _FIELDS.size]):
                 continue
-            sequence, state, generation, step, ticket, shard, doc, pid, digest = _FIELDS.unpack_from(raw)
+            sequence, state, generation, step, ticket, shard, resident, doc, pid, digest = _FIELDS.unpack_from(raw)
             if state > SlotState.DURABLE:
                 continue
-            record = SlotRecord(SlotState(state), step, generation, ticket, shard, doc, digest, pid)
+            record = SlotRecord(SlotState(state), step, generation, ticket, shard, doc, digest, pid, resident)
             found.append((sequence, record))
     if not found:
         raise FormatError("both copies of a slot record are damaged")
@@ -91,6 +93,7 @@ def write_record(copies: memoryview, record: SlotRecord) -> None:
         record.step,
         record.ticket,
         record.shard_bytes,
+        record.resident_bytes,
         record.doc_bytes,
         record.pid,
         record.doc_digest,

@@ -84,6 +84,8 @@ class TensorEntry(msgspec.Struct, kw_only=True, frozen=True):
     per_rank: bool
     """The value is this rank's own and says nothing about other ranks' values of the same name."""
     pieces: tuple[Piece, ...]
+    resident: tuple[Piece, ...] = ()
+    """Pieces that the rank holds in memory beside its shard; their ``at`` counts from the start of the slot."""
     shape: Shape
 
 
@@ -94,6 +96,8 @@ class Layout(msgspec.Struct, kw_only=True, frozen=True):
     """Further names of the same memory (tied weights) → the name under which it is stored."""
     header_bytes: Size
     """Where data starts in the shard."""
+    resident_bytes: Size = 0
+    """Behind the shard in the slot, from the next page boundary on."""
     shard_bytes: Size
     tensors: tuple[TensorEntry, ...]
     """In the order of their names' first appearance; the order of the data is that of ``Piece.at``."""
@@ -103,6 +107,8 @@ class Snapshot(Record, kw_only=True, frozen=True):
     """One rank's state at one step, as it lies in a slot beside the bytes of its shard."""
 
     kind: Literal["snapshot"] = "snapshot"
+    check_replicas: bool = False
+    """The resident pieces are all replicas of this rank, to be held against those that were saved."""
     generation: Generation
     launch: Text
     layout: msgspec.Raw

@@ -40,9 +40,11 @@ class OptimizerRestore:
             self._restoring.mismatch(join(self._path), "the checkpoint has no optimizer of this kind here")
             return
         found = cast("list[Group]", groups)
-        of_group = {key: number for number, group in enumerate(found) for key in group["params"]}
+        of_group = cast("dict[Key, int]", members.get("members") or {})
         live = [key for keys in self._keys for key in keys]
-        common = set(self._restoring.common(cast("list[Any]", live), of_group, (*self._path, "state")))
+        common = set(
+            self._restoring.common(cast("list[Any]", live), cast("dict[Any, object]", of_group), (*self._path, "state"))
+        )
         for number, (group, keys) in enumerate(zip(self._optimizer.param_groups, self._keys, strict=True)):
             self._prepare_group(number, group, [key for key in keys if key in common], of_group, found)
             for parameter, key in zip(group["params"], keys, strict=True):
@@ -61,12 +63,11 @@ class OptimizerRestore:
             self._restoring.mismatch(where, f"its parameters are in groups {sorted(sources)} of the checkpoint")
             return
         (source,) = sources
-        if keys and set(keys) != ours.intersection(saved[source]["params"]):
+        if keys and set(keys) != {key for key in ours if of_group.get(key) == source}:
             self._restoring.mismatch(where, f"group {source} of the checkpoint has other parameters")
             return
         for field, value in saved[source].items():
-            if field != "params":
-                self._prepare_field(group, field, value, f"{where}/{segment(field)}")
+            self._prepare_field(group, field, value, f"{where}/{segment(field)}")
         self._restoring.loaded.append(where)
 
     def _prepare_field(self, group: Group, field: str, saved: object, where: str) -> None:
