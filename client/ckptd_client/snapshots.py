@@ -72,7 +72,7 @@ class Snapshots:
                 layout=plan.layout,
                 metrics=dict(metrics),
                 parent=life.parent,
-                parts=capture.parts,
+                parts=capture.tops,
                 pin=save.pin,
                 rank=self._rank,
                 run=life.run,

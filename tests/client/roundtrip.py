@@ -80,7 +80,7 @@ def store(capture: Capture) -> Stored:
     )
     assert all(entry.dtype in ITEM_BYTES for entry in entries)
     check_layout(layout)
-    return Stored(shard, encode(layout), capture.tree, capture.parts)
+    return Stored(shard, encode(layout), capture.tree, capture.tops)
 
 
 def save(state: Mapping[str, object], *, rng: bool = False, rank: int = 0, world: int = 1) -> Stored:

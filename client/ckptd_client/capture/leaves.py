@@ -6,6 +6,9 @@ capture of a state that did not move costs one comparison a tensor, and of one t
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,18 +18,21 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ckptd.errors import StateError
 from ckptd.format.records import Box, Span
 from ckptd.limits import NAME_BYTES_MAX, TENSOR_DIMS_MAX
-from ckptd_client.capture.dtensor import is_distributed, local_of, part_of
+from ckptd_client.capture.dtensor import is_distributed, local_of
+from ckptd_client.capture.holdings import Holdings
+from ckptd_client.capture.parts import Part
+from ckptd_client.capture.shares import Placement, Share, share_out
 from ckptd_client.dtypes import dtype_name
 
 
 @dataclass(slots=True)
 class Leaf:
-    """One tensor of the state that is to be copied."""
+    """One piece of a tensor of the state, that is to be copied; or a tensor that this rank has only seen."""
 
     name: str
-    """Canonical and unique; see :mod:`ckptd.format.names`."""
+    """Of the tensor, canonical; see :mod:`ckptd.format.names`. Several pieces of one tensor follow each other."""
     tensor: torch.Tensor
-    """What this rank holds of it, live and detached, as it is: it may be strided, expanded, or on a device."""
+    """The piece, live and detached, as it is: it may be strided, expanded, or on a device."""
     shape: tuple[int, ...]
     """Of the global tensor."""
     box: Box | None
@@ -36,6 +42,8 @@ class Leaf:
     """The value is this rank's own and says nothing about other ranks' values of the same name."""
     fenced: bool
     """A parameter that an optimizer owns, or its state: expected to change inside ``optimizer.step()`` only."""
+    resident: bool = False
+    """Kept in this node's memory only: another rank's shard has it."""
 
 
 class Structure:
@@ -47,6 +55,27 @@ class Structure:
         self.description = description
 
 
+class Parts(Mapping[str, Part]):
+    """What this rank holds of each tensor, by name. Made when first asked."""
+
+    def __init__(self, names: list[str], held: list[Part]) -> None:
+        self._names = names
+        self._held = held
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, Part]:
+        return dict(zip(self._names, self._held, strict=True))
+
+    def __getitem__(self, name: str) -> Part:
+        return self._by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 Memory = tuple[object, ...]
 """Tensors of equal memory are the same value, whatever they are called."""
 
@@ -54,8 +83,8 @@ Memory = tuple[object, ...]
 class Leaves:
     """The leaves and aliases of the last capture, and what it takes to see that they still hold."""
 
-    def __init__(self, *, per_rank: bool) -> None:
-        self._per_rank = per_rank
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
         self.forget()
 
     def forget(self) -> None:
@@ -65,21 +94,37 @@ class Leaves:
         self.aliases: dict[str, str] = {}
         self.notices: tuple[str, ...] = ()
         self.structure = Structure([])
+        self.parts = Parts([], [])
+        self._context: object = None
+        self._holdings = Holdings()
         self._names: list[str] = []
         self._fenced: list[bool] = []
         self._known: list[torch.Tensor] = []  # by position: the local tensor, detached
+        self._held: list[Part] = []  # by position
         self._distributed = False
-        self._leaf_at: list[int] = []  # by position: index of the leaf
+        self._first: list[int] = []  # by position: the first one with the same memory
+        self._leaves_at: dict[int, list[tuple[int, Share]]] = {}  # by first position: numbers of leaves, and which cut
         self._owner: dict[Memory, int] = {}  # position of the first tensor with this memory
         self._tied: set[int] = set()  # positions that share their memory with another
 
-    def update(self, names: list[str], tensors: list[torch.Tensor], fenced: list[bool]) -> None:
-        """Take in what a walk found, in order. Raises :class:`StateError` for a tensor that cannot be saved."""
-        if names == self._names and fenced == self._fenced:
+    def update(
+        self,
+        names: list[str],
+        tensors: list[torch.Tensor],
+        fenced: list[bool],
+        context: object,
+        holdings: Callable[[], Holdings],
+    ) -> None:
+        """Take in what a walk found, in order. ``holdings`` is asked for anew when ``context`` is not what it was.
+
+        Raises :class:`StateError` for a tensor that cannot be saved.
+        """
+        if names == self._names and fenced == self._fenced and context == self._context:
             moved = self._moved(tensors)
             if moved is not None and (not moved or self._replace(tensors, moved)):
                 return
-        self._build(names, tensors, fenced)
+        self._build(names, tensors, fenced, holdings())
+        self._context = context
 
     def _moved(self, tensors: list[torch.Tensor]) -> list[int] | None:
         """Positions whose memory is not what it was; ``None`` where tensors cannot even be compared."""
@@ -94,80 +139,96 @@ class Leaves:
             return None
 
     def _replace(self, tensors: list[torch.Tensor], moved: list[int]) -> bool:
-        """New leaves for the positions that moved. False where that would change the structure."""
-        leaves = list(self.leaves)
+        """New leaves for the positions that moved, cut as they were. False where that would change the structure."""
+        leaves, held = list(self.leaves), list(self._held)
         for i in moved:
-            old = leaves[self._leaf_at[i]]
-            new = self._leaf(self._names[i], tensors[i], self._fenced[i])
+            old, new = held[i], self._part(self._names[i], tensors[i])
             before, after = _memory(old), _memory(new)
-            if i in self._tied or _describe(new) != _describe(old) or (after is not None and after in self._owner):
+            if i in self._tied or new.description != old.description or (after is not None and after in self._owner):
                 return False
             if before is not None:
                 self._owner.pop(before, None)
             if after is not None:
                 self._owner[after] = i
-            leaves[self._leaf_at[i]] = new
+            held[i] = new
+            for number, share in self._leaves_at[i]:
+                leaves[number] = self._leaf(i, new, share, leaves[number].fenced)
             self._known[i] = local_of(tensors[i]).detach()
-        self.leaves = leaves
+        self.leaves, self._held, self.parts = leaves, held, Parts(self._names, held)
         return True
 
-    def _build(self, names: list[str], tensors: list[torch.Tensor], fenced: list[bool]) -> None:
+    def _build(self, names: list[str], tensors: list[torch.Tensor], fenced: list[bool], holdings: Holdings) -> None:
         last = self.structure
         self.forget()
+        self._holdings = holdings
         self._distributed = any(map(is_distributed, tensors))
-        seen: set[str] = set()
-        for i, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
-            if name in seen:
-                raise StateError(f"{name}: two tensors of the state have this name")
-            seen.add(name)
-            self._add(i, self._leaf(name, tensor, fenced[i]))
-            self._known.append(local_of(tensor).detach())
+        if len(set(names)) < len(names):
+            twice = next(name for name, count in Counter(names).items() if count > 1)
+            raise StateError(f"{twice}: two tensors of the state have this name")
+        self._names, self._fenced = names, fenced
+        self._held = [self._part(name, tensor) for name, tensor in zip(names, tensors, strict=True)]
+        self._known = [local_of(tensor).detach() for tensor in tensors]
+        self.parts = Parts(names, self._held)
+        self._tie()
+        self._lay_out()
         self.notices = tuple(
             f"{name}: a parameter without elements"
             for name, tensor in zip(names, tensors, strict=True)
             if isinstance(tensor, torch.nn.Parameter) and not tensor.numel()
         )
-        self._names, self._fenced = names, fenced
         description: list[object] = [*map(_describe, self.leaves), self.aliases]
         self.structure = last if last.description == description else Structure(description)
 
-    def _add(self, i: int, leaf: Leaf) -> None:
-        memory = _memory(leaf)
-        first = self._owner.setdefault(memory, i) if memory is not None else i
-        if first == i:
-            self._leaf_at.append(len(self.leaves))
-            self.leaves.append(leaf)
-            return
-        owner = self.leaves[self._leaf_at[first]]
-        owner.fenced = owner.fenced or leaf.fenced
-        self.aliases[leaf.name] = owner.name
-        self._leaf_at.append(self._leaf_at[first])
-        self._tied |= {first, i}
+    def _tie(self) -> None:
+        """Find the tensors that are the same memory."""
+        for i, (name, part) in enumerate(zip(self._names, self._held, strict=True)):
+            memory = _memory(part) if self._holdings.may_be_tied(name) else None
+            first = self._owner.setdefault(memory, i) if memory is not None else i
+            self._first.append(first)
+            if first != i:
+                self.aliases[name] = self._names[first]
+                self._tied |= {first, i}
 
-    def _leaf(self, name: str, tensor: torch.Tensor, fenced: bool) -> Leaf:
+    def _lay_out(self) -> None:
+        """Make the leaves: of each tensor what this rank is to copy."""
+        fenced = list(self._fenced)
+        for i, first in enumerate(self._first):
+            fenced[first] = fenced[first] or self._fenced[i]
+        firsts = [i for i, first in enumerate(self._first) if i == first]
+        shares = share_out([(self._names[i], self._held[i]) for i in firsts], self.placement)
+        for i, of_tensor in zip(firsts, shares, strict=True):
+            self._leaves_at[i] = []
+            for share in of_tensor:
+                self._leaves_at[i].append((len(self.leaves), share))
+                self.leaves.append(self._leaf(i, self._held[i], share, fenced[i]))
+
+    def _part(self, name: str, tensor: torch.Tensor) -> Part:
         _refuse_unsavable(name, tensor)
-        local, box, span = part_of(name, tensor)
-        if local is not tensor:
-            _refuse_unsavable(name, local)
-        local = local.detach()
-        if type(local) is not torch.Tensor:
-            local = local.as_subclass(torch.Tensor)
-        whole = box is None and span is None
-        return Leaf(name, local, tuple(tensor.shape), box, span, self._per_rank and whole, fenced)
+        part = self._holdings.part(name, tensor)
+        if part.local.dtype is not tensor.dtype or is_distributed(tensor):
+            _refuse_unsavable(name, part.local)
+        return part
+
+    def _leaf(self, i: int, part: Part, share: Share, fenced: bool) -> Leaf:
+        per_rank = self.placement.world > 1 and part.whole and not part.replicas
+        piece = share.of(part)
+        return Leaf(
+            self._names[i], piece.local, part.shape, piece.box, piece.span, per_rank, fenced, resident=share.resident
+        )
 
 
 def _describe(leaf: Leaf) -> object:
-    return leaf.name, leaf.shape, leaf.tensor.dtype, leaf.box, leaf.span, leaf.fenced
+    return leaf.name, leaf.shape, leaf.tensor.dtype, leaf.box, leaf.span, leaf.fenced, leaf.per_rank, leaf.resident
 
 
-def _memory(leaf: Leaf) -> Memory | None:
+def _memory(part: Part) -> Memory | None:
     """Nothing for an empty tensor: empty tensors share no memory, wherever they point."""
-    tensor = leaf.tensor
+    tensor = part.local
     if not tensor.numel():
         return None
-    part = (leaf.shape, leaf.box, leaf.span)
+    place = (part.shape, part.box, part.span)
     bits = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
-    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), bits, part
+    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), bits, place
 
 
 def _refuse_unsavable(name: str, tensor: torch.Tensor) -> None:

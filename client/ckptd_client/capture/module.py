@@ -11,7 +11,7 @@ of its own to make or take its state dict (an override, a hook) is asked for it 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,6 +21,10 @@ from ckptd.errors import StateError
 from ckptd.format.names import join, segment
 from ckptd.format.tree import Path
 from ckptd_client.capture.codecs import SavedTensor
+from ckptd_client.capture.flat import FlatSlice
+from ckptd_client.capture.fsdp import FlatParameter, flat_parameter, is_fsdp
+from ckptd_client.capture.holdings import Known
+from ckptd_client.capture.replication import replicated
 from ckptd_client.capture.template import Template
 from ckptd_client.capture.walk import Source, Walk
 
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
 """Children under which FSDP, torch.compile and activation checkpointing keep the module that they wrap."""
 _EXTRA = "_extra_state"
+_FLAT = "_flat_param"
+"""What FSDP calls a flat parameter in its module."""
 
 
 class ModuleSource(Source):
@@ -42,6 +48,9 @@ class ModuleSource(Source):
         self._own_way = False
         self._names: list[str] = []  # canonical, of each tensor of the walk
         self._extras: list[tuple[str, nn.Module]] = []
+        self._flats: list[FlatParameter] = []
+        self._flat_names: dict[int, list[str]] = {}  # by id of a flat parameter, what each of its slices is called
+        self._pieces: Pieces = {}
         self._template = Template(path)
         self.tensors: list[torch.Tensor] = []
         self.version = 0
@@ -50,12 +59,13 @@ class ModuleSource(Source):
     # What there is
 
     def refresh(self) -> None:
-        """Look at the module anew."""
-        shape: list[object] = []
-        tensors: list[torch.Tensor] = []
-        _visit(self.module, shape, tensors)
+        """Look at the module anew. Asks no other rank."""
+        shape, tensors = self._look()
         same = shape == self._shape
         if not same:
+            self._flats = _flat_parameters(self.module)
+            self._pieces = _by_module(self._flats)
+            shape, tensors = self._look()
             self._shape = shape
             self._own_way = any(_has_own_way(module) for module in self.module.modules())
             self._name_all()
@@ -63,20 +73,56 @@ class ModuleSource(Source):
             self.tensors = tensors
             self.version += 1
 
+    def _look(self) -> tuple[list[object], list[torch.Tensor]]:
+        shape: list[object] = []
+        tensors: list[torch.Tensor] = []
+        _visit(self.module, shape, tensors, self._pieces)
+        return shape, tensors
+
     def _name_all(self) -> None:
-        found = list(_named(self.module, ""))
+        found = list(_named(self.module, "", self._pieces))
         self._names = [name for name, _ in found if not isinstance(_, nn.Module)]
         self._extras = [(name, owner) for name, owner in found if isinstance(owner, nn.Module)]
         everything = [name for name, _ in found]
         if len(set(everything)) < len(everything):
             twice = next(name for name in everything if everything.count(name) > 1)
             raise StateError(f"{join(self._path)}: two values are called {twice} without the names of wrappers")
+        named = {(id(slot[0]), slot[1]): name for name, slot in found if isinstance(slot, tuple)}
+        self._flat_names = {
+            id(flat.parameter): [named[id(module._parameters), key] for module, key in flat.places]
+            for flat in self._flats
+        }
 
     def parameter_names(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Canonical names within the module; a tied parameter has several."""
         for name, tensor in zip(self._names, self.tensors, strict=True):
             if isinstance(tensor, nn.Parameter):
                 yield name, tensor
+        for flat in self._flats:
+            yield from zip(self._flat_names[id(flat.parameter)], flat.originals, strict=False)
+
+    def flat_parameters(self) -> Iterator[tuple[nn.Parameter, tuple[tuple[str, FlatSlice], ...]]]:
+        """Flat parameters, and the canonical name and place of each original one in it."""
+        for flat in self._flats:
+            yield flat.parameter, tuple(zip(self._flat_names[id(flat.parameter)], flat.slices, strict=True))
+
+    def known(self) -> dict[int, Known]:
+        """What the module says of its tensors and parameters, by their ids."""
+        kept = set(map(id, self.tensors))  # others may go, and leave their id to whatever comes
+        found = {place: known for place, known in replicated(self.module).items() if place in kept}
+        for flat in self._flats:
+            knowns = [Known(flat.group, flat=one.flat) for one in flat.slices]
+            found |= zip(map(id, flat.pieces()), knowns, strict=True)
+            found |= zip(map(id, flat.originals), knowns, strict=False)
+        return found
+
+    def owned_pieces(self, owned: set[int]) -> Iterator[int]:
+        """The id of each piece of a flat parameter whose parameter, flat or original, is among ``owned``."""
+        for flat in self._flats:
+            whole = id(flat.parameter) in owned
+            for i, piece in enumerate(flat.pieces()):
+                if whole or (flat.originals and id(flat.originals[i]) in owned):
+                    yield id(piece)
 
     def walk(self, walk: Walk) -> Any:
         if self._own_way:
@@ -108,7 +154,7 @@ class ModuleSource(Source):
             return
         live = dict(zip(self._names, self.tensors, strict=True))
         extras = dict(self._extras)
-        slots = {name: slot for name, slot in _named(self.module, "") if not isinstance(slot, nn.Module)}
+        slots = {name: slot for name, slot in _named(self.module, "", self._pieces) if not isinstance(slot, nn.Module)}
         for name in restoring.common([*live, *extras], found, self._path):
             value, full = found[name], join((*self._path, segment(name)))
             if name in extras:
@@ -145,16 +191,37 @@ Slot = tuple[dict[str, Any], str]
 """Where a tensor stands in its module: the dict of parameters or buffers, and the key."""
 
 
-def _visit(module: nn.Module, shape: list[object], tensors: list[torch.Tensor]) -> None:
+Pieces = dict[int, list[tuple[str, FlatParameter, int]]]
+"""By the id of a module: its parameters that are kept in flat ones, by key, and the number of the slice."""
+
+
+def _flat_parameters(module: nn.Module) -> list[FlatParameter]:
+    found = (flat_parameter(inner) for inner in module.modules() if is_fsdp(inner))
+    return [flat for flat in found if flat is not None]
+
+
+def _by_module(flats: list[FlatParameter]) -> Pieces:
+    pieces: Pieces = {}
+    for flat in flats:
+        for (module, key), number in [*zip(flat.places, range(len(flat.places)), strict=True), *flat.shared]:
+            pieces.setdefault(id(module), []).append((key, flat, number))
+    return pieces
+
+
+def _visit(module: nn.Module, shape: list[object], tensors: list[torch.Tensor], pieces: Pieces) -> None:
     """Collect tensors in the order of ``state_dict()``, and what their names depend on. Fast: runs at every save."""
     if module._state_dict_pre_hooks or module._state_dict_hooks or module._load_state_dict_pre_hooks:
         shape += (*module._state_dict_pre_hooks, *module._state_dict_hooks, *module._load_state_dict_pre_hooks)
         for hook in module._state_dict_pre_hooks.values():
-            if not _foreign(hook):
-                hook(module, "", False)  # FSDP brings its parameters into their sharded form
+            if not _foreign(hook) and not is_fsdp(module):  # whose hook would gather
+                hook(module, "", False)  # FSDP2 brings its parameters into their sharded form
     shape.append(module)
+    flat = pieces.get(id(module), ()) if pieces else ()
+    for key, of, number in flat:
+        shape.append(key)
+        tensors.append(of.pieces()[number])
     for key, parameter in module._parameters.items():
-        if parameter is not None:
+        if parameter is not None and not (pieces and _is_flat(key, flat)):
             shape.append(key)
             tensors.append(parameter)
     if module._buffers:
@@ -166,13 +233,16 @@ def _visit(module: nn.Module, shape: list[object], tensors: list[torch.Tensor]) 
     for key, child in module._modules.items():
         if child is not None:
             shape.append(key)
-            _visit(child, shape, tensors)
+            _visit(child, shape, tensors, pieces)
 
 
-def _named(module: nn.Module, prefix: str) -> Iterator[tuple[str, Slot | nn.Module]]:
+def _named(module: nn.Module, prefix: str, pieces: Pieces) -> Iterator[tuple[str, Slot | nn.Module]]:
     """Canonical names in the order of :func:`_visit`: of each tensor its slot, of each extra state its module."""
+    flat = pieces.get(id(module), ())
+    for key, _, _ in flat:
+        yield prefix + key, (module._parameters, key)
     for key, parameter in module._parameters.items():
-        if parameter is not None:
+        if parameter is not None and not _is_flat(key, flat):
             yield prefix + key, (module._parameters, key)
     for key, buffer in module._buffers.items():
         if buffer is not None and key not in module._non_persistent_buffers_set:
@@ -181,7 +251,12 @@ def _named(module: nn.Module, prefix: str) -> Iterator[tuple[str, Slot | nn.Modu
         yield prefix + _EXTRA, module
     for key, child in module._modules.items():
         if child is not None:
-            yield from _named(child, prefix if _wraps(module, key) else f"{prefix}{key}.")
+            yield from _named(child, prefix if _wraps(module, key) else f"{prefix}{key}.", pieces)
+
+
+def _is_flat(key: str, flat: Sequence[tuple[str, FlatParameter, int]]) -> bool:
+    """Whether a parameter is a flat one, or kept in one."""
+    return key == _FLAT or any(key == kept for kept, _, _ in flat)
 
 
 def _wraps(module: nn.Module, key: str) -> bool:

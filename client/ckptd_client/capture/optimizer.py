@@ -6,18 +6,20 @@ the saved state where the optimizer keeps it, in the dtype in which it was saved
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ckptd.errors import StateError
-from ckptd.format.names import Key, join
+from ckptd.format.names import Key, join, segment
 from ckptd.format.tree import Path
+from ckptd_client.capture.flat import FlatSlice, FlatViews
 from ckptd_client.capture.optimizer_restore import OptimizerRestore
 from ckptd_client.capture.template import Template
-from ckptd_client.capture.walk import ParameterNames, Source, Walk
+from ckptd_client.capture.walk import FlatParameters, ParameterNames, Source, Walk
 
 if TYPE_CHECKING:
     from ckptd_client.capture.restore import Restoring
@@ -33,40 +35,87 @@ _HOOKS = (
 
 
 class OptimizerSource(Source):
-    """A :class:`torch.optim.Optimizer` that keeps its state where torch's own do."""
+    """A :class:`torch.optim.Optimizer` that keeps its state where torch's own do.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    Its tree has ``state``, by parameter; ``param_groups``, a list of the groups' fields without their parameters; and
+    ``members``, of each parameter the number of its group. So where ranks have other parameters, the dicts of all of
+    them unite, and the lists are equal.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, path: Path, *, partitioned: bool = False) -> None:
+        """``partitioned``: other ranks keep the state of other parameters, whoever has the parameters themselves."""
         self.optimizer = optimizer
         self._path = path
+        self._partitioned = partitioned
         self._parameters: list[torch.Tensor] = []
-        self._names: ParameterNames = {}
+        self._named_by: tuple[ParameterNames, FlatParameters] = ({}, {})
         self._keys: list[list[Key]] = []  # by group, what each parameter is called
+        self._slices: list[tuple[tuple[Key, FlatSlice], ...]] = []  # by parameter: what a flat one consists of
+        self._flat_keys: list[Key] = []  # of all groups, one behind the other
+        self._ranges: list[tuple[FlatSlice, ...]] = []
+        self._members: Any = None
+        self._views: dict[tuple[int, object], FlatViews] = {}
         self._state = Template((*path, "state"), fenced=True)
         self._groups = Template((*path, "param_groups"))
         self._others = Template((*path, "others"))
+        self.version = 0
+        """Grows whenever a parameter has come to stand under another name."""
 
     def walk(self, walk: Walk) -> Any:
         groups = self.optimizer.param_groups
         parameters = [parameter for group in groups for parameter in group["params"]]
-        self._name_all(parameters, walk.parameter_names)
+        self._name_all(parameters, walk)
         state = cast("Mapping[object, dict[Any, object]]", self.optimizer.state)
-        keys = [key for of_group in self._keys for key in of_group]
-        entries = {
-            key: entry
-            for key, parameter in zip(keys, parameters, strict=True)
-            if (entry := state.get(parameter)) is not None
-        }
-        fields = [
-            {"params": of_group} | {name: value for name, value in group.items() if name not in _DERIVED}
-            for of_group, group in zip(self._keys, groups, strict=True)
-        ]
+        entries: dict[Any, dict[Any, object]] = {}
+        having_state = 0
+        for i, (key, parameter) in enumerate(zip(self._flat_keys, parameters, strict=True)):
+            entry = state.get(parameter)
+            if entry is None:
+                continue
+            having_state += 1
+            if self._slices[i]:
+                entries |= self._taken_apart(i, parameter, entry)
+            else:
+                entries[key] = entry
+        fields = [{name: value for name, value in group.items() if name not in _DERIVED} for group in groups]
         members = [
             ["state", self._state.walk(walk, entries)],
             ["param_groups", self._groups.walk(walk, fields)],
+            ["members", self._members],
         ]
-        if len(state) > len(entries):
+        if len(state) > having_state:
             members.append(["others", self._others.walk(walk, self._beside(parameters))])
         return {"$": "dict", "v": members}
+
+    def _taken_apart(
+        self, number: int, parameter: torch.Tensor, entry: dict[Any, object]
+    ) -> dict[Key, dict[Any, object]]:
+        """The state of a flat parameter as that of the ranges in it: what is as long as the parameter, cut as it is;
+        all else common to all."""
+        named = [(key, one) for key, one in self._slices[number] if one.elements]
+        entries: dict[Key, dict[Any, object]] = {key: {} for key, _ in named}
+        for field, value in entry.items():
+            if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == parameter.numel():
+                made = self._views.setdefault((number, field), FlatViews())
+                views: Sequence[object] = made.of(value, self._ranges[number])
+                views = [view for view, (_, one) in zip(views, self._slices[number], strict=True) if one.elements]
+            else:
+                views = [value] * len(named)
+            for (key, _), view in zip(named, views, strict=True):
+                entries[key][field] = view
+        return entries
+
+    def parents(self) -> Iterator[tuple[str, torch.Tensor, FlatSlice | None]]:
+        """What belongs together: the name under which state stands, its parameter, and where in a flat parameter it
+        is. Valid after a walk; empty for state that does not share its parameter's fate."""
+        if self._partitioned:
+            return
+        path = (*self._path, "state")
+        for key, parameter, slices in zip(self._flat_keys, self._parameters, self._slices, strict=True):
+            if not slices:
+                yield join((*path, segment(key))), parameter, None
+            for name, one in slices:
+                yield join((*path, segment(name))), parameter, one
 
     def _beside(self, parameters: list[torch.Tensor]) -> dict[object, object]:
         """What the optimizer keeps beside its parameters' state, under keys of its own."""
@@ -77,21 +126,41 @@ class OptimizerSource(Source):
             raise StateError(f"{join(self._path)}: state of a parameter that is in no group")
         return others
 
-    def _name_all(self, parameters: list[torch.Tensor], names: ParameterNames) -> None:
+    def _name_all(self, parameters: list[torch.Tensor], walk: Walk) -> None:
         same = len(parameters) == len(self._parameters) and all(map(_is, parameters, self._parameters))
-        groups = self.optimizer.param_groups
-        if same and names is self._names and [len(g["params"]) for g in groups] == [len(keys) for keys in self._keys]:
+        groups, names = self.optimizer.param_groups, walk.parameter_names
+        named_by = (names, walk.flat_parameters)
+        as_before = all(map(_is, named_by, self._named_by))
+        if same and as_before and [len(g["params"]) for g in groups] == [len(keys) for keys in self._keys]:
             return
-        self._parameters, self._names = parameters, names
+        self._parameters, self._named_by = parameters, named_by
         self._keys = [_own_keys(number, group, names) for number, group in enumerate(groups)]
-        if _repeated(self._keys):  # modules that share names
+        self._slices = [walk.flat_parameters.get(id(parameter), ((), ()))[1] for parameter in parameters]
+        if _repeated(self._member_keys()):  # modules that share names
             for group, keys in zip(groups, self._keys, strict=True):
                 for i, parameter in enumerate(group["params"]):
                     if id(parameter) in names:
                         path, name = names[id(parameter)]
                         keys[i] = join((*path, name))
-        if twice := _repeated(self._keys):
+            self._slices = [_with_path(walk.flat_parameters.get(id(parameter))) for parameter in parameters]
+        if twice := _repeated(self._member_keys()):
             raise StateError(f"{join(self._path)}: two parameters are called {twice[0]}")
+        self._flat_keys = [key for of_group in self._keys for key in of_group]
+        members = {key: number for number, of_group in enumerate(self._member_keys()) for key in of_group}
+        self._members = walk.value(members, (*self._path, "members"))
+        self._ranges = [tuple(one for _, one in slices) for slices in self._slices]
+        self._views = {}
+        self.version += 1
+
+    def _member_keys(self) -> list[list[Key]]:
+        """By group, what is in it: in the place of a flat parameter the ones that it consists of."""
+        found: list[list[Key]] = []
+        slices = iter(self._slices)
+        for keys in self._keys:
+            found.append([])
+            for key in keys:
+                found[-1] += [name for name, _ in next(slices)] or [key]
+        return found
 
     def prepare(self, saved: object, restoring: Restoring) -> None:
         OptimizerRestore(self.optimizer, self._path, self._keys, restoring).prepare(saved)
@@ -108,12 +177,28 @@ def _own_keys(number: int, group: dict[str, Any], names: ParameterNames) -> list
     return keys
 
 
+def _with_path(flat: tuple[Path, tuple[tuple[str, FlatSlice], ...]] | None) -> tuple[tuple[Key, FlatSlice], ...]:
+    path, slices = flat or ((), ())
+    return tuple((join((*path, name)), one) for name, one in slices)
+
+
 def _is(one: object, other: object) -> bool:
     return one is other
 
 
 def _repeated(keys: list[list[Key]]) -> list[object]:
     return [key for key, count in Counter(key for group in keys for key in group).items() if count > 1]
+
+
+def partitioned_optimizer(value: object) -> torch.optim.Optimizer | None:
+    """Of torch's ``ZeroRedundancyOptimizer`` the one that has this rank's share of the state. Its own state dict
+    gathers that of all ranks. Imports nothing."""
+    module = sys.modules.get("torch.distributed.optim")
+    kind = getattr(module, "ZeroRedundancyOptimizer", None)
+    if kind is None or not isinstance(value, kind):
+        return None
+    inner = getattr(value, "optim", None)
+    return inner if isinstance(inner, torch.optim.Optimizer) and is_plain_optimizer(inner) else None
 
 
 def is_plain_optimizer(value: object) -> bool:

@@ -45,7 +45,9 @@ class OptimizerRestore:
         found = cast("list[Group]", groups)
         of_group = cast("dict[Key, int]", members.get("members") or {})
         live = [key for keys in self._keys for key in keys]
-        common = set(self._restoring.common(cast("list[Any]", live), of_group, (*self._path, "state")))
+        common = set(
+            self._restoring.common(cast("list[Any]", live), cast("dict[Any, object]", of_group), (*self._path, "state"))
+        )
         for number, (group, keys) in enumerate(zip(self._optimizer.param_groups, self._keys, strict=True)):
             self._prepare_group(number, group, [key for key in keys if key in common], of_group, found)
             for parameter, key in zip(group["params"], keys, strict=True):

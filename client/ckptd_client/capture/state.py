@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
@@ -17,18 +18,22 @@ from ckptd.format.tree import Path, decode_json
 from ckptd.limits import NAME_BYTES_MAX, TREE_DEPTH_MAX
 from ckptd_client.capture import codecs
 from ckptd_client.capture.contents import Contents
+from ckptd_client.capture.flat import FlatPartition, FlatSlice, FlatSource
+from ckptd_client.capture.holdings import Declared, Holdings, Known, Parameter
 from ckptd_client.capture.leaves import Leaf, Leaves, Structure
 from ckptd_client.capture.module import ModuleSource
 from ckptd_client.capture.objects import ObjectSource, Reshapes, keeps_state
-from ckptd_client.capture.optimizer import OptimizerSource, is_plain_optimizer
+from ckptd_client.capture.optimizer import OptimizerSource, is_plain_optimizer, partitioned_optimizer
+from ckptd_client.capture.parts import Part
 from ckptd_client.capture.restore import Report, Restoring
 from ckptd_client.capture.rng import RNG, RngSource
 from ckptd_client.capture.scaler import ScalerSource, is_scaler
 from ckptd_client.capture.selection import EVERYTHING, NOTHING, Selection
+from ckptd_client.capture.shares import Placement
 from ckptd_client.capture.stored import Ranks, Stored
 from ckptd_client.capture.template import Template
 from ckptd_client.capture.values import Build, merge
-from ckptd_client.capture.walk import ParameterNames, Source, Walk
+from ckptd_client.capture.walk import FlatParameters, ParameterNames, Source, Walk
 
 T = TypeVar("T")
 _Sources = dict[tuple[Path, int], tuple[object, Source]]
@@ -44,11 +49,14 @@ class Capture:
     """Further names of the same memory → the leaf's name."""
     tree: bytes
     """Typed JSON of a dict of the parts."""
-    parts: tuple[str, ...]
+    tops: tuple[str, ...]
+    """The names at the top of the state."""
     structure: Structure
     """The same object as long as names, shapes, dtypes, parts, ties and order are unchanged."""
     notices: tuple[str, ...]
     """What is saved as it is, and may not be what was meant."""
+    parts: Mapping[str, Part]
+    """What this rank holds of each tensor, by name, aliases included. Made when first asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +81,31 @@ class Prepared:
 class State:
     """The parts of a training state, by name."""
 
-    def __init__(self, state: Mapping[str, object], *, world: int, rng: bool) -> None:
+    def __init__(
+        self,
+        state: Mapping[str, object],
+        *,
+        world: int,
+        rng: bool,
+        rank: int | None = None,
+        replicated: Declared = (),
+    ) -> None:
         """``state``: anything with ``state_dict()`` and ``load_state_dict()``, or tensors and plain values in nested
-        dicts, lists and tuples. Raises :class:`StateError` for a name that cannot be kept."""
+        dicts, lists and tuples. ``rank``: else the process group's. ``replicated``: the plain tensors that are equal on
+        all ranks, ``True`` for all of them or patterns of names. Raises :class:`StateError` for a name that cannot be
+        kept."""
         self._state = state
         self._rng = RngSource() if rng else None
         self._sources: _Sources = {}
         self._last_sources: _Sources = {}  # those of the last capture; what is gone from the state is let go of
         self._template = Template((), find=self._source)
-        self._leaves = Leaves(per_rank=world > 1)
+        self._world = world
+        self._replicated: Declared = replicated
+        self._leaves = Leaves(Placement(_rank() if rank is None else rank, world))
         self._names: ParameterNames = {}  # the same object as long as no parameter moved
-        self._names_stand_for: list[tuple[ModuleSource, int]] = []
+        self._names_stand_for: list[tuple[ModuleSource | FlatSource, int]] = []
+        self._flat_parameters: FlatParameters = {}
+        self._known: dict[int, Known] = {}
         self._owned: set[int] = set()
         self._check_names()
 
@@ -151,10 +173,40 @@ class State:
             for g in optimizer.param_groups
             for parameter in g["params"]
         }
-        versions = [(source, source.version) for _, source in modules]
+        for _, source in modules:
+            self._owned |= set(source.owned_pieces(self._owned))
+        flat = [(path, self._source(partition, path)) for path, partition in self._find_all(FlatPartition)]
+        partitions = [(path, source) for path, source in flat if isinstance(source, FlatSource)]
+        sources: list[ModuleSource | FlatSource] = [
+            *(source for _, source in partitions),
+            *(source for _, source in modules),
+        ]
+        versions = [(source, source.version) for source in sources]
         if versions != self._names_stand_for:
             self._names_stand_for = versions
             self._names = _parameter_names(modules)
+            self._flat_parameters = _flat_parameters(modules, partitions)
+            self._known = {place: known for source in sources for place, known in source.known().items()}
+
+    def place(self, placement: Placement) -> None:
+        """Say where the ranks are, once that is known."""
+        self._leaves.placement = placement
+        self._leaves.forget()
+
+    def part_of(self, parameter: torch.Tensor) -> Part:
+        """What this rank holds of a parameter, whether or not it is in the state."""
+        self._refresh()
+        return Holdings(self._world, self._replicated, self._known).part("parameter", parameter)
+
+    def _holdings(self) -> Holdings:
+        """What is known of the tensors of the last walk."""
+        found = Holdings(self._world, self._replicated, self._known)
+        parameters: dict[str, Parameter] = {}
+        for _, source in self._sources.values():
+            if isinstance(source, OptimizerSource):
+                for name, parameter, one in source.parents():
+                    parameters[name] = found.parameter(name, parameter, None if one is None else one.flat)
+        return replace(found, parameters=parameters)
 
     # Capture
 
@@ -167,19 +219,22 @@ class State:
         self._check_names()
         self._last_sources, self._sources = self._sources, {}
         self._refresh()
-        walk = Walk(self._names, self._owned)
-        parts = self._template.walk(walk, dict(self._state))["v"]
+        walk = Walk(self._names, self._owned, self._flat_parameters)
+        tops = self._template.walk(walk, dict(self._state))["v"]
         if self._rng is not None:
-            parts = [*parts, [RNG, self._rng.walk(walk)]]
-        self._leaves.update(walk.names, walk.tensors, walk.fenced)
+            tops = [*tops, [RNG, self._rng.walk(walk)]]
         kept = self._leaves
+        optimizers = [s for _, s in self._sources.values() if isinstance(s, OptimizerSource)]
+        context = (self._names, [(source, source.version) for source in optimizers])
+        kept.update(walk.names, walk.tensors, walk.fenced, context, self._holdings)
         return Capture(
             kept.leaves,
             kept.aliases,
-            msgspec.json.encode({"$": "dict", "v": parts}),
-            tuple(str(name) for name, _ in parts),
+            msgspec.json.encode({"$": "dict", "v": tops}),
+            tuple(str(name) for name, _ in tops),
             kept.structure,
             kept.notices,
+            kept.parts,
         )
 
     # Restore
@@ -260,6 +315,11 @@ def _make_source(value: object, path: Path) -> Source | None:
         return None
     if isinstance(value, nn.Module):
         return ModuleSource(value, path)
+    if isinstance(value, FlatPartition):
+        return FlatSource(value, path)
+    inner = partitioned_optimizer(value)
+    if inner is not None:
+        return OptimizerSource(inner, path, partitioned=True)
     if is_plain_optimizer(value):
         return OptimizerSource(cast(torch.optim.Optimizer, value), path)
     if is_scaler(value):
@@ -274,6 +334,24 @@ def _parameter_names(modules: list[tuple[Path, ModuleSource]]) -> ParameterNames
         for name, parameter in source.parameter_names():
             names.setdefault(id(parameter), (path, name))
     return names
+
+
+def _flat_parameters(
+    modules: list[tuple[Path, ModuleSource]], partitions: list[tuple[Path, FlatSource]]
+) -> FlatParameters:
+    """Parameters that hold ranges of several, and what these are called."""
+    found: dict[int, tuple[Path, tuple[tuple[str, FlatSlice], ...]]] = {}
+    for path, partition in partitions:
+        slices = partition.partition.slices
+        found[id(partition.partition.buffer)] = (path, tuple((one.name, one) for one in slices))
+    for path, source in modules:
+        for parameter, named in source.flat_parameters():
+            found[id(parameter)] = (path, named)
+    return found
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _decode(tree: bytes) -> dict[str, object]:

@@ -13,6 +13,7 @@ from ckptd.format.tree import Path, encode_tree
 from ckptd_client.capture import codecs
 
 if TYPE_CHECKING:
+    from ckptd_client.capture.flat import FlatSlice
     from ckptd_client.capture.restore import Restoring
 
 
@@ -30,6 +31,8 @@ class Source(ABC):
 
 ParameterNames = Mapping[int, tuple[Path, str]]
 """By ``id`` of a parameter: where its module is in the state, and its canonical name in the module."""
+FlatParameters = Mapping[int, tuple[Path, tuple[tuple[str, "FlatSlice"], ...]]]
+"""By ``id`` of a parameter that holds ranges of several: where these are in the state, their names and places."""
 FindSource = Callable[[object, Path], Source | None]
 """The source for a value at a path; ``None`` for a value that is no object with state of its own."""
 
@@ -37,11 +40,15 @@ FindSource = Callable[[object, Path], Source | None]
 class Walk:
     """What a pass has found so far."""
 
-    def __init__(self, parameter_names: ParameterNames, owned: set[int]) -> None:
+    def __init__(
+        self, parameter_names: ParameterNames, owned: set[int], flat_parameters: FlatParameters | None = None
+    ) -> None:
         self.names: list[str] = []
         self.tensors: list[torch.Tensor] = []
         self.fenced: list[bool] = []
         self.parameter_names = parameter_names
+        """The same object as long as no parameter moved."""
+        self.flat_parameters: FlatParameters = {} if flat_parameters is None else flat_parameters
         """The same object as long as no parameter moved."""
         self.owned = owned
         """The ``id`` of each parameter that an optimizer of the state owns."""

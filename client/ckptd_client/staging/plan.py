@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import msgspec
 import torch
@@ -12,7 +14,7 @@ from ckptd.arena.memory import pages
 from ckptd.format import records
 from ckptd.format.names import piece_name
 from ckptd.format.records import Layout, Piece, TensorEntry
-from ckptd.format.shard import ShardLayout, StoredPiece, lay_out
+from ckptd.format.shard import ShardLayout, StoredPiece, file_order, lay_out
 from ckptd.limits import SLOT_SLACK_BYTES_MIN, SLOT_SLACK_FRACTION
 from ckptd_client.capture import Capture, Leaf
 from ckptd_client.dtypes import dtype_name
@@ -20,13 +22,17 @@ from ckptd_client.dtypes import dtype_name
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The layout of one rank's shard for one structure of its state."""
+    """The layout of one rank's slot for one structure of its state: the shard, and behind it, from the next page
+    boundary on, what is kept in memory only."""
 
     shard: ShardLayout
+    """Its offsets are those of all leaves, by number, from the slot's start."""
+    resident_bytes: int
+    """Where what is kept in memory only ends in the slot; 0 where there is none."""
     layout: msgspec.Raw
     """The encoded :class:`ckptd.format.records.Layout`."""
     order: tuple[int, ...]
-    """Numbers of the leaves that have bytes, in the order in which they lie in the shard."""
+    """Numbers of the leaves that have bytes, in the order in which they lie in the slot."""
     sizes: tuple[int, ...]
     """Bytes of every leaf, by number."""
 
@@ -34,32 +40,42 @@ class Plan:
     def shard_bytes(self) -> int:
         return self.shard.size_bytes
 
+    @property
+    def held_bytes(self) -> int:
+        """Of the snapshot in the slot, its record excepted."""
+        return max(self.shard_bytes, self.resident_bytes)
+
+    @property
+    def doc_at(self) -> int:
+        """Where the snapshot's record begins in the slot."""
+        return pages(self.held_bytes)
+
     @classmethod
     def of(cls, capture: Capture) -> Plan:
         """Raises :class:`ckptd.errors.StateError` where the state does not fit the format."""
-        stored = [
-            StoredPiece(piece_name(leaf.name, 0, 1), dtype_name(leaf.tensor.dtype), tuple(leaf.tensor.shape))
-            for leaf in capture.leaves
-        ]
-        owned = [i for i, leaf in enumerate(capture.leaves) if not _is_seen_only(leaf)]
+        leaves = capture.leaves
+        stored = _stored(leaves)
+        owned = [i for i, leaf in enumerate(leaves) if not leaf.resident and not _is_seen_only(leaf)]
         shard = lay_out([stored[i] for i in owned])
-        at = dict(zip(owned, shard.offsets, strict=True))
-        entries = [_entry(leaf, stored[i], at.get(i)) for i, leaf in enumerate(capture.leaves)]
+        resident = [i for i, leaf in enumerate(leaves) if leaf.resident]
+        resident_at, resident_bytes = _behind(shard, [stored[i] for i in resident])
+        at = dict(zip((*owned, *resident), (*shard.offsets, *resident_at), strict=True))
         layout = Layout(
             aliases=capture.aliases,
             header_bytes=len(shard.header),
+            resident_bytes=resident_bytes,
             shard_bytes=shard.size_bytes,
-            tensors=tuple(entries),
+            tensors=tuple(_entries(leaves, stored, at)),
         )
         sizes = tuple(piece.size_bytes for piece in stored)
-        order = tuple(sorted((i for i in owned if sizes[i]), key=lambda i: at[i]))
+        order = tuple(sorted((i for i in at if sizes[i]), key=lambda i: at[i]))
         offsets = tuple(at.get(i, 0) for i in range(len(stored)))
         full = ShardLayout(shard.header, offsets, shard.size_bytes)
-        return cls(full, msgspec.Raw(records.encode(layout)), order, sizes)
+        return cls(full, resident_bytes, msgspec.Raw(records.encode(layout)), order, sizes)
 
     def slot_bytes(self, doc_bytes: int) -> int:
         """Of a slot that holds this shard and its record, with room for plain values that grow."""
-        bare = pages(self.shard_bytes) + pages(doc_bytes)
+        bare = self.doc_at + pages(doc_bytes)
         return bare + pages(max(SLOT_SLACK_BYTES_MIN, int(bare * SLOT_SLACK_FRACTION)))
 
     def views(self, slot: memoryview, leaves: Sequence[Leaf]) -> list[torch.Tensor]:
@@ -85,13 +101,49 @@ def _row_major(shape: Sequence[int]) -> list[int]:
     return strides
 
 
+def _stored(leaves: Sequence[Leaf]) -> list[StoredPiece]:
+    """What each leaf is called in the shard, and how it lies there."""
+    counts = Counter(leaf.name for leaf in leaves if not leaf.resident)
+    numbers: Counter[str] = Counter()
+    stored: list[StoredPiece] = []
+    for leaf in leaves:
+        name = piece_name(leaf.name, numbers[leaf.name], counts[leaf.name])
+        numbers[leaf.name] += 1
+        stored.append(StoredPiece(name, dtype_name(leaf.tensor.dtype), tuple(leaf.tensor.shape)))
+    return stored
+
+
+def _behind(shard: ShardLayout, pieces: Sequence[StoredPiece]) -> tuple[list[int], int]:
+    """Where pieces lie behind a shard, from the next page boundary on, and where they end, 0 for none; large items
+    first, so that each is aligned."""
+    offsets = [0] * len(pieces)
+    position = pages(shard.size_bytes)
+    for i in file_order(pieces):
+        offsets[i] = position
+        position += pieces[i].size_bytes
+    return offsets, position if pieces else 0
+
+
 def _is_seen_only(leaf: Leaf) -> bool:
     """The rank knows the tensor, and other ranks own all of it."""
     return leaf.tensor.numel() == 0 and (leaf.box is not None or leaf.span is not None)
 
 
-def _entry(leaf: Leaf, stored: StoredPiece, at: int | None) -> TensorEntry:
-    pieces = () if at is None else (Piece(at=at, box=leaf.box, bytes=stored.size_bytes, span=leaf.span),)
-    return TensorEntry(
-        dtype=stored.dtype, name=leaf.name, per_rank=leaf.per_rank, pieces=pieces, shape=tuple(leaf.shape)
-    )
+def _entries(leaves: Sequence[Leaf], stored: Sequence[StoredPiece], at: Mapping[int, int]) -> Iterator[TensorEntry]:
+    """One for each tensor, with its pieces. Those of one tensor follow each other."""
+    for name, numbers in groupby(range(len(leaves)), key=lambda i: leaves[i].name):
+        found = [(i, leaves[i]) for i in numbers]
+        pieces = [
+            (leaf.resident, Piece(at=at[i], box=leaf.box, bytes=stored[i].size_bytes, span=leaf.span))
+            for i, leaf in found
+            if i in at
+        ]
+        first, leaf = found[0]
+        yield TensorEntry(
+            dtype=stored[first].dtype,
+            name=name,
+            per_rank=leaf.per_rank,
+            pieces=tuple(piece for resident, piece in pieces if not resident),
+            resident=tuple(piece for resident, piece in pieces if resident),
+            shape=leaf.shape,
+        )

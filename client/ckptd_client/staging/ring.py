@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from ckptd.arena import Arena, SlotRecord, SlotState
-from ckptd.arena.memory import pages
 from ckptd.errors import DeadlineExceeded
 from ckptd.format.digests import digest
 from ckptd.format.keys import Version
@@ -65,7 +64,7 @@ class Ring:
         self._views: dict[int, list[torch.Tensor]] = {}
 
     def fits(self, plan: Plan, doc_bytes: int) -> bool:
-        return pages(plan.shard_bytes) + doc_bytes <= self.arena.shape.slot_bytes
+        return plan.doc_at + doc_bytes <= self.arena.shape.slot_bytes
 
     def wake(self) -> None:
         """A slot has become reusable."""
@@ -90,7 +89,7 @@ class Ring:
             ticket=ticket,
             shard_bytes=plan.shard_bytes,
             pid=os.getpid(),
-            held_bytes=plan.shard_bytes,
+            held_bytes=plan.held_bytes,
         )
         self.arena.set_record(number, record)
         try:
@@ -105,7 +104,7 @@ class Ring:
     ) -> list[torch.Tensor]:
         """Write all but the tensors; returns where these go."""
         memory = self.arena.slot(number)
-        start = pages(plan.shard_bytes)
+        start = plan.doc_at
         memory[start : start + len(doc)] = doc
         if self._plans.get(number) is not plan:
             memory[: len(plan.shard.header)] = plan.shard.header

@@ -37,7 +37,7 @@ class Cargo:
         self.leaves = leaves
         self.names = [leaves[n].name for n in numbers]
         self.sources = [leaves[n].tensor for n in numbers]
-        self.stops = [plan.shard.offsets[n] + plan.sizes[n] for n in numbers]
+        self.stops = [min(plan.shard.offsets[n] + plan.sizes[n], plan.shard_bytes) for n in numbers]  # of the shard
         self.on_host = [i for i, source in enumerate(self.sources) if not source.is_cuda]
         self.size_bytes = sum(plan.sizes[n] for n in numbers)
         self.watched: Watched | None = None
