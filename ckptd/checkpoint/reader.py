@@ -29,7 +29,6 @@ from ckptd.errors import (
 from ckptd.format.digests import hex_digest
 from ckptd.format.keys import Version, index_key, manifest_key, receipt_key, tombstone_key
 from ckptd.format.records import Index, IndexEntry, IndexPiece, IndexRef, Manifest, TensorEntry
-from ckptd.limits import BLOCK_BYTES
 
 WINDOWS_IN_FLIGHT_MAX = 16
 RECORDS_KEPT_MAX = 8
@@ -146,7 +145,11 @@ class CheckpointReader:
 
     async def block_bytes(self, rank: int) -> int:
         """How long the digest blocks of a rank's shard are."""
-        return BLOCK_BYTES
+        return (await self._shard(rank)).records.receipt.shard.block_bytes
+
+    async def shard(self, rank: int) -> ShardMap:
+        """The map of a rank's shard."""
+        return await self._shard(rank)
 
     async def entries(self) -> AsyncIterator[IndexEntry]:
         """Every tensor that is one value for the whole world, in order of name; one part of the index at a time."""

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from ckptd.format.common import Merge
 
 from ckptd.arena import Arena
 from ckptd.checkpoint.plan import Want
 from ckptd.checkpoint.regions import Region, piece_region, slabs
 from ckptd.errors import CkptdError, CoverageError, IntegrityError
-from ckptd.format.common import Merge
 from ckptd.format.cover import check_layout
 from ckptd.format.digests import DIGEST_BYTES, digest_blocks
 from ckptd.format.keys import receipt_key
 from ckptd.format.records import IndexPiece, Layout, Receipt, Snapshot, TensorEntry, decode, decode_layout
 from ckptd.format.shard import block_bounds
-from ckptd.limits import BLOCK_BYTES, RECEIPT_BYTES_MAX
+from ckptd.limits import BLOCK_BYTES_MAX, RECEIPT_BYTES_MAX
 from ckptd.wire.messages import SnapshotOffer
 from ckptd_client.blocking import run_blocking
 from ckptd_client.capture.stored import Described, Ranks, Wanted
@@ -153,7 +153,7 @@ class HeldCheckpoint:
         try:
             run_blocking(self._check(sorted(used)))
             found = run_blocking(
-                gather(wants, memory, FromMemory(memory), dict.fromkeys(used, BLOCK_BYTES), self._scratch)
+                gather(wants, memory, FromMemory(memory), dict.fromkeys(used, BLOCK_BYTES_MAX), self._scratch)
             )
         except CoverageError as error:
             raise IntegrityError(f"this node's memory has not all of it: {error.message}") from None

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from ckptd.checkpoint.reader import CheckpointReader
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.verify import newest_good, verify
 from ckptd.errors import CkptdError, MismatchError, NoCheckpoint
@@ -21,6 +20,8 @@ from ckptd.limits import MIB
 from ckptd.storage import open_backend
 from ckptd_client import open_checkpoint
 from ckptd_client.capture.state import State as LiveState
+from ckptd_client.committed import CommittedCheckpoint
+from ckptd_client.roots import Root
 from tests.checkpoint.builder import (
     State,
     TensorRef,
@@ -231,22 +232,15 @@ async def test_r181_missing_parts_are_named_before_anything_is_touched(tmp_run: 
     version = Version(10, await open_generation(run))
     weights_only = State([tensor("model/w", (3,))], {"model": {"w": TensorRef("model/w")}})
     assert (await make_checkpoint(run, version, weights_only)).parts == ("model",)
-    async with await CheckpointReader.open(run, version) as reader:
-        _, snapshot, layout = await reader.receipt(0)
-        data = bytearray(layout.shard_bytes)
-        await reader.read_shard(0, memoryview(data))
     await backend.aclose()
-
-    def read(name: str) -> torch.Tensor:
-        (piece,) = next(entry for entry in layout.tensors if entry.name == name).pieces
-        return torch.frombuffer(data, dtype=torch.float32, offset=piece.at, count=3)
-
     weight, momentum = torch.zeros(3), torch.zeros(3)
     live = LiveState({"model": {"w": weight}, "optimizer": {"m": momentum}}, world=1, rng=False)
+    stored = CommittedCheckpoint(Root(tmp_run, {}, "launch"), version, rank=0, world=1)
     with pytest.raises(MismatchError, match="optimizer"):
-        live.prepare(bytes(snapshot.tree), layout, read, strict=True)
+        live.prepare(stored, strict=True)
     assert not weight.any()
-    prepared = live.prepare(bytes(snapshot.tree), layout, read, strict=False)
+    prepared = live.prepare(stored, strict=False)
+    stored.close()
     assert any(name.startswith("optimizer") for name in prepared.report.missing)
     prepared.apply()
     assert weight.numpy().tobytes() == pattern(12)

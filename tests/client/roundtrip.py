@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 import torch
 
+from ckptd.checkpoint.plan import Want
+from ckptd.checkpoint.tensors import of_rank
 from ckptd.format.cover import check_layout
 from ckptd.format.dtypes import ITEM_BYTES
 from ckptd.format.records import Layout, Piece, TensorEntry, decode_layout, encode
 from ckptd.format.shard import StoredPiece, lay_out
+from ckptd.limits import BLOCK_BYTES_MAX
+from ckptd_client.blocking import run_blocking
 from ckptd_client.capture import Capture, Prepared, State
+from ckptd_client.capture.stored import Described, Ranks, Wanted
+from ckptd_client.gather import FromMemory, gather
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -47,6 +53,38 @@ class Stored:
     @property
     def data_bytes(self) -> int:
         return self.layout.shard_bytes - self.layout.header_bytes
+
+
+class Reread:
+    """What was stored, as a restore on the same ranks sees it."""
+
+    def __init__(self, stored: Stored, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.tree = stored.tree
+        self.aliases = stored.layout.aliases
+        self._shard = memoryview(stored.shard)
+        self._entries = {entry.name: entry for entry in stored.layout.tensors}
+
+    def describe(self, name: str) -> Described | None:
+        entry = self._entries.get(name)
+        return None if entry is None else Described(name, entry.dtype, entry.shape)
+
+    def fetch(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
+        wants = [
+            Want(
+                name=each.tensor.name,
+                dtype=each.tensor.dtype,
+                shape=each.tensor.shape,
+                region=each.region,
+                pieces=of_rank(self._entries[each.tensor.name], 0).pieces,
+            )
+            for each in wanted
+        ]
+        memory = {0: self._shard}
+        return run_blocking(gather(wants, memory, FromMemory(memory), {0: BLOCK_BYTES_MAX}, lambda _: None))
+
+    def of_each_rank(self, part: str) -> None:
+        return None
 
 
 def store(capture: Capture) -> Stored:
@@ -96,8 +134,8 @@ def prepare(
     rank: int = 0,
     world: int = 1,
 ) -> Prepared:
-    live = State(state, world=world, rng=rng)
-    return live.prepare(stored.tree, stored.layout, stored.read, strict=strict)
+    live = State(state, world=world, rng=rng, rank=rank)
+    return live.prepare(Reread(stored, Ranks(rank, world, world)), strict=strict)
 
 
 def restore(

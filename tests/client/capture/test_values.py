@@ -10,6 +10,7 @@ import subprocess
 import sys
 import weakref
 from collections import Counter, OrderedDict, deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from hypothesis import HealthCheck, given, settings
 
 from ckptd.errors import FormatError, MismatchError, StateError
 from ckptd_client.capture import SavedTensor, State
-from tests.client.roundtrip import assert_same, bits, capture, prepare, restore, save
+from ckptd_client.capture.stored import Ranks
+from tests.client.roundtrip import Reread, assert_same, bits, capture, prepare, restore, save
 
 ROOT = Path(__file__).parents[3]
 
@@ -121,7 +123,7 @@ def test_a_damaged_tree_is_an_error_and_nothing_else(value: Any, data: st.DataOb
     tree = stored.tree[:at] + data.draw(st.binary(min_size=1, max_size=3)) + stored.tree[at + 1 :]
     live = State({"v": value}, world=1, rng=False)
     with contextlib.suppress(FormatError, MismatchError, StateError):
-        live.prepare(tree, stored.layout, stored.read, strict=True).apply()
+        live.prepare(Reread(replace(stored, tree=tree), Ranks()), strict=True).apply()
 
 
 def test_counters_and_sets_keep_their_kind() -> None:
