@@ -41,8 +41,8 @@ def scatter(parts: Sequence[Slab], source: memoryview, target: memoryview) -> No
             target[part.target : part.target + size] = source[part.source : part.source + size]
             continue
         # Words as wide as everything is a multiple of: a lattice of single bytes would be slow.
-        starts = as_source.address + part.source, as_target.address + part.target
-        width = math.gcd(*starts, part.source, size, *part.source_steps[:-1], *part.target_steps[:-1], max(_WORDS))
+        starts = as_source.address, part.source, as_target.address, part.target
+        width = math.gcd(*starts, size, *part.source_steps[:-1], *part.target_steps[:-1], max(_WORDS))
         lengths = (*part.lengths[:-1], size // width)
         as_target.lattice(width, part.target, lengths, part.target_steps).copy_(
             as_source.lattice(width, part.source, lengths, part.source_steps)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from ckptd.checkpoint.regions import Copy, Region, clipped, joined, region, slabs
 from ckptd.format.dtypes import element_count
 from ckptd.format.records import Box, Span
+from tests.checkpoint.builder import flat_numbers
 
 
 @st.composite
@@ -31,15 +32,7 @@ def parts(draw: st.DrawFn) -> tuple[tuple[int, ...], Region, Region]:
 
 def _elements(shape: tuple[int, ...], part: Region) -> list[int]:
     """The flat number of each element of a region, in its order."""
-    found: list[int] = []
-    for box in part.boxes:
-        for inside in range(element_count(box.lengths)):
-            flat, stride, rest = 0, 1, inside
-            for size, offset, length in reversed(list(zip(shape, box.offsets, box.lengths, strict=True))):
-                rest, at = divmod(rest, length)
-                flat, stride = flat + (offset + at) * stride, stride * size
-            found.append(flat)
-    return found
+    return [flat for box in part.boxes for flat in flat_numbers(shape, box)]
 
 
 def _copies(source: Region, target: Region, item_bytes: int = 1) -> list[Copy]:
