@@ -38,7 +38,7 @@ async def fetch(reader: ShardReader, plan: ReadPlan, out: memoryview, *, scatter
     """Bring every want of the plan to its target in ``out``, which has at least ``plan.target_bytes``.
 
     At most ``windows_max`` reads at once. Those that go to their target as they are go straight into ``out``; each of
-    the others has a window of memory meanwhile, at most ``WINDOW_BYTES``, and that is all that is needed beyond ``out``.
+    the others has a window of memory meanwhile, at most ``WINDOW_BYTES``, and that is all it takes beyond ``out``.
     Raises what the reader raises; then ``out`` holds anything, and nothing writes to it any more.
     """
     if out.readonly or not out.c_contiguous or out.nbytes < plan.target_bytes:

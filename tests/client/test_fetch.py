@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from ckptd.checkpoint import fetch as core
 from ckptd.checkpoint.fetch import scatter_bytes
+from ckptd.checkpoint.forecast import Sharding, forecast, total
 from ckptd.checkpoint.plan import ReadPlan, Want, make_plan, stage
 from ckptd.checkpoint.reader import CheckpointReader
 from ckptd.checkpoint.regions import Slab, region, slabs
@@ -223,6 +224,36 @@ async def test_all_of_a_shard_is_read_straight_into_place(save: Save, monkeypatc
         assert plan.bytes_read == plan.bytes_wanted == plan.target_bytes
         assert plan.requests <= plan.bytes_read // (WINDOW_BYTES - MIB) + 1
         assert [shard.rank for shard in plan.shards] == [0]
+
+
+async def test_a_forecast_says_what_a_fetch_then_reads(save: Save) -> None:
+    shapes: dict[str, Shape] = {"m/big": (40, 100_003), "m/scalar": (), "m/small": (7, 3), "o/wide": (3, 500_000)}
+    ranks = [
+        [tensor("m/scalar", ()) if rank == 0 else Held("m/scalar", (), None)]
+        + [
+            Held(name, shape, bytes(4 * element_count(rows(shape, rank, 3).lengths)), box=rows(shape, rank, 3))
+            for name, shape in shapes.items()
+            if shape
+        ]
+        + [tensor("o/own", (5,), per_rank=True)]
+        for rank in range(3)
+    ]
+    async with save(ranks) as stored:
+        for world, sharding in product((1, 2, 4), Sharding):
+            parts = {
+                name: rows(shape, 0, world) if sharding is Sharding.ROWS and shape else None
+                for name, shape in shapes.items()
+            }
+            _, plan = await stored.fetch(list(parts.items()))
+            costs = await forecast(stored.reader, world, sharding)
+            assert len(costs) == world
+            assert (costs[0].bytes_wanted, costs[0].bytes_read) == (plan.bytes_wanted, plan.bytes_read)
+            assert (costs[0].requests, costs[0].shards) == (plan.requests, len(plan.shards))
+        same = total(await forecast(stored.reader, 3, Sharding.ROWS))
+        size = sum(4 * element_count(shape) for shape in shapes.values())
+        assert same.bytes_wanted == size + 2 * 4 + 3 * 20  # the scalar for each, and what is each one's own
+        (own, *_) = await forecast(stored.reader, 3, Sharding.ROWS, only="o/own")
+        assert (own.bytes_wanted, own.shards) == (20, 1)
 
 
 # Bounds and damage
