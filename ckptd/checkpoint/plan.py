@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import NamedTuple
 
 from ckptd.checkpoint.regions import Region, Slab, clipped, holds_exactly, joined, piece_region, slabs
@@ -215,7 +215,7 @@ class _Shard:
         return ShardPlan(self.rank, reads, self.bytes_wanted, found, reach)
 
 
-def _touched(slab: Slab, piece: IndexPiece, block_bytes: int) -> Iterator[_Blocks]:
+def _touched(slab: Slab, piece: IndexPiece, block_bytes: int) -> list[_Blocks]:
     """The blocks of a piece that hold some of a slab. Rows with less than a block between them leave out none, so what
     is listed are never more rows than there are blocks."""
     at, end = piece.at, piece.at + piece.bytes
@@ -224,10 +224,17 @@ def _touched(slab: Slab, piece: IndexPiece, block_bytes: int) -> Iterator[_Block
     while listed and slab.source_steps[listed - 1] - extent < block_bytes:
         listed -= 1
         extent += (slab.lengths[listed] - 1) * slab.source_steps[listed]
-    for index in product(*map(range, slab.lengths[:listed])):
-        first = slab.source + sum(i * step for i, step in zip(index, slab.source_steps, strict=False))
-        start = first - (first - at) % block_bytes
-        yield _Blocks(start, min(first + extent + (at - first - extent) % block_bytes, end), at)
+    starts = [slab.source]
+    for length, step in zip(slab.lengths[:listed], slab.source_steps, strict=False):
+        starts = [start + i * step for start in starts for i in range(length)]
+    return [
+        _Blocks(
+            start - (start - at) % block_bytes,
+            min(start + extent + (at - start - extent) % block_bytes, end),
+            at,
+        )
+        for start in starts
+    ]
 
 
 def _windows(blocks: list[_Blocks], block_bytes: int) -> Iterator[tuple[int, int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
 from typing import NamedTuple
 
 from ckptd.format.cover import span_boxes
@@ -48,6 +48,8 @@ class Slab(NamedTuple):
     @property
     def source_stop(self) -> int:
         """Behind the last byte of the source."""
+        if len(self.lengths) == 1:
+            return self.source + self.lengths[0]
         return self.source + _extent(self.lengths, self.source_steps)
 
     def copies(self) -> Iterator[Copy]:
@@ -102,7 +104,7 @@ def slabs(source: Region, target: Region, item_bytes: int, source_at: int = 0, t
         size = source.element_count * item_bytes
         return [Slab(source_at, target_at, (size,), (1,), (1,))] if size else []
     found: list[Slab] = []
-    wanted = list(_placed(target, item_bytes, target_at))
+    wanted = _placed(target, item_bytes, target_at)
     for box, start in _placed(source, item_bytes, source_at):
         for other, other_start in wanted:
             slab = _box_slab(box, start, other, other_start, item_bytes)
@@ -163,11 +165,12 @@ def clipped(slab: Slab, start: int, stop: int) -> list[Slab]:
     return found + row(end) if end < count else found
 
 
-def _placed(part: Region, item_bytes: int, at: int) -> Iterator[tuple[Box, int]]:
+def _placed(part: Region, item_bytes: int, at: int) -> list[tuple[Box, int]]:
     """Each box, and at which byte it starts."""
-    for box in part.boxes:
-        yield box, at
-        at += element_count(box.lengths) * item_bytes
+    if len(part.boxes) == 1:
+        return [(part.boxes[0], at)]
+    sizes = [element_count(box.lengths) * item_bytes for box in part.boxes]
+    return list(zip(part.boxes, accumulate(sizes, initial=at), strict=False))
 
 
 def _box_slab(source: Box, source_at: int, target: Box, target_at: int, item_bytes: int) -> Slab | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.checkpoint.regions import Copy, Region, clipped, joined, region, slabs
+from ckptd.checkpoint.regions import Copy, Region, clipped, holds_exactly, joined, piece_region, region, slabs
 from ckptd.format.dtypes import element_count
-from ckptd.format.records import Box, Span
+from ckptd.format.records import Box, IndexPiece, Span
 from tests.checkpoint.builder import flat_numbers
 
 
@@ -77,6 +77,18 @@ def test_a_range_cuts_slabs_exactly(case: tuple[tuple[int, ...], Region, Region]
         assert len(got) == len(inside)
         assert set(got) == inside
         assert cut == sorted(cut)
+
+
+@given(parts())
+def test_a_piece_holds_exactly_the_region_that_it_is(case: tuple[tuple[int, ...], Region, Region]) -> None:
+    shape, part, other = case
+    box = other.boxes[0] if len(other.boxes) == 1 else None
+    for piece in (
+        IndexPiece(at=0, box=box, bytes=0, rank=0),
+        IndexPiece(at=0, bytes=0, rank=0, span=Span(0, element_count(shape) // 2)),
+    ):
+        for wanted in (part, other, region(shape)):
+            assert holds_exactly(piece, wanted, shape) == (piece_region(piece, shape) == wanted)
 
 
 def test_what_lies_together_is_one_copy() -> None:

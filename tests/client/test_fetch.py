@@ -226,6 +226,12 @@ async def test_all_of_a_shard_is_read_straight_into_place(save: Save, monkeypatc
         assert [shard.rank for shard in plan.shards] == [0]
 
 
+async def test_what_is_wanted_twice_comes_to_both_places(save: Save) -> None:
+    async with save([[part_of("m", (40, 3), None)]]) as stored:
+        plan = await stored.check([("m", None), ("m", rows((40, 3), 1, 2)), ("m", None)])
+        assert (plan.bytes_read, plan.bytes_wanted) == (480, 1200)
+
+
 async def test_a_forecast_says_what_a_fetch_then_reads(save: Save) -> None:
     shapes: dict[str, Shape] = {"m/big": (40, 100_003), "m/scalar": (), "m/small": (7, 3), "o/wide": (3, 500_000)}
     ranks = [
@@ -260,17 +266,23 @@ async def test_a_forecast_says_what_a_fetch_then_reads(save: Save) -> None:
 
 
 class Watched:
-    """A reader that counts what is open at once, and never returns twice the same memory while it is in use."""
+    """A reader that counts what is open at once, and sees to it that no window is read into by two."""
 
-    def __init__(self, reader: CheckpointReader) -> None:
+    def __init__(self, reader: CheckpointReader, out: memoryview) -> None:
         self._reader = reader
+        self._out = out.obj
+        self._windows: list[object] = []
         self.open = self.most_open = 0
 
     async def read(self, rank: int, start: int, stop: int, out: memoryview) -> None:
         self.open += 1
         self.most_open = max(self.most_open, self.open)
-        await asyncio.sleep(0.001)
+        if out.obj is not self._out:
+            assert not any(out.obj is window for window in self._windows), "a window is used twice at once"
+            self._windows.append(out.obj)
+        await asyncio.sleep(0.01)
         await self._reader.read(rank, start, stop, out)
+        self._windows = [window for window in self._windows if window is not out.obj]
         self.open -= 1
 
 
@@ -286,10 +298,10 @@ async def test_windows_in_flight_are_bounded(save: Save, monkeypatch: pytest.Mon
     shape = (12, 3 * MIB)
     data = random.Random(1).randbytes(element_count(shape))
     async with save([[Held("m", shape, data, "uint8")]]) as stored:
-        watched = Watched(stored.reader)
         wants, plan = await stored.plan([("m", Box((0, 5), (12, 3 * MIB - 9)))])
         assert plan.requests > 4
         out = memoryview(bytearray(plan.target_bytes))
+        watched = Watched(stored.reader, out)
         await fetch(watched, plan, out, windows_max=2)
         rest = b"".join(data[row * shape[1] + 5 : (row + 1) * shape[1] - 4] for row in range(12))
         assert out[wants[0].target :] == rest
