@@ -10,7 +10,6 @@ from typing import Protocol
 from ckptd.checkpoint.concurrency import each, in_thread
 from ckptd.checkpoint.plan import Read, ReadPlan, ShardPlan
 from ckptd.checkpoint.regions import Slab
-from ckptd.checkpoint.shard_map import WINDOW_BYTES
 from ckptd.errors import UsageError
 
 Scatter = Callable[[Sequence[Slab], memoryview, memoryview], None]
@@ -39,12 +38,13 @@ async def fetch(reader: ShardReader, plan: ReadPlan, out: memoryview, *, scatter
     """Bring every want of the plan to its target in ``out``, which has at least ``plan.target_bytes``.
 
     At most ``windows_max`` reads at once. Those that go to their target as they are go straight into ``out``; each of
-    the others has a window of ``WINDOW_BYTES`` meanwhile, and that is all the memory that is needed beyond ``out``.
+    the others has a window of memory meanwhile, at most ``WINDOW_BYTES``, and that is all it takes beyond ``out``.
     Raises what the reader raises; then ``out`` holds anything, and nothing writes to it any more.
     """
     if out.readonly or not out.c_contiguous or out.nbytes < plan.target_bytes:
         raise UsageError(f"the plan needs {plan.target_bytes} bytes of writable, contiguous memory, not {out.nbytes}")
     view = out.cast("B") if out.nbytes else out
+    window_bytes = max((read.stop - read.start for _, read in plan.reads()), default=0)
     spare: list[memoryview] = []
 
     async def one(work: tuple[ShardPlan, Read]) -> None:
@@ -54,7 +54,7 @@ async def fetch(reader: ShardReader, plan: ReadPlan, out: memoryview, *, scatter
             target = parts[0].target
             await reader.read(*read, view[target : target + size])
             return
-        window = spare.pop() if spare else memoryview(bytearray(WINDOW_BYTES))
+        window = spare.pop() if spare else memoryview(bytearray(window_bytes))
         await reader.read(*read, window[:size])
         await in_thread(scatter, parts, window, view)
         spare.append(window)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import NamedTuple
 
-from ckptd.checkpoint.regions import Region, Slab, clipped, joined, piece_region, slabs
+from ckptd.checkpoint.regions import Region, Slab, clipped, holds_exactly, joined, piece_region, slabs
 from ckptd.checkpoint.shard_map import WINDOW_BYTES
 from ckptd.errors import CoverageError, UsageError
 from ckptd.format.dtypes import ITEM_BYTES
@@ -144,16 +144,16 @@ def make_plan(wants: Iterable[Want], block_bytes: Mapping[int, int]) -> ReadPlan
     found: dict[int, _Shard] = {}
     reach = 0
     for want in wants:
-        item, held = ITEM_BYTES[want.dtype], 0
+        item, size, held = ITEM_BYTES[want.dtype], want.size_bytes, 0
         for piece in want.pieces:
-            parts = slabs(piece_region(piece, want.shape), want.region, item, piece.at, want.target)
-            if not parts:
+            whole = piece.bytes == size and holds_exactly(piece, want.region, want.shape)
+            parts = () if whole else slabs(piece_region(piece, want.shape), want.region, item, piece.at, want.target)
+            if not (size if whole else parts):
                 continue
             shard = found.get(piece.rank)
             if shard is None:
                 shard = found[piece.rank] = _Shard.of(piece.rank, block_bytes[piece.rank])
-            held += shard.add(parts, piece)
-        size = want.size_bytes
+            held += shard.add_whole(piece, want.target) if whole else shard.add(parts, piece)
         if held != size:
             raise CoverageError(f"{want.name}: the pieces hold {held} of the {size} bytes that are wanted")
         reach = max(reach, want.target + size)
@@ -190,6 +190,13 @@ class _Shard:
             raise UsageError(f"blocks of {block_bytes} bytes in the shard of rank {rank}, not of 1 to {WINDOW_BYTES}")
         return cls(rank, block_bytes, [], [])
 
+    def add_whole(self, piece: IndexPiece, target: int) -> int:
+        """Want all of a piece, as it lies. Returns its bytes."""
+        self.blocks.append(_Blocks(piece.at, piece.at + piece.bytes, piece.at))
+        self.slabs.append(Slab(piece.at, target, (piece.bytes,), (1,), (1,)))
+        self.bytes_wanted += piece.bytes
+        return piece.bytes
+
     def add(self, parts: Sequence[Slab], piece: IndexPiece) -> int:
         """Want these parts of a piece. Returns their bytes."""
         size = 0
@@ -208,7 +215,7 @@ class _Shard:
         return ShardPlan(self.rank, reads, self.bytes_wanted, found, reach)
 
 
-def _touched(slab: Slab, piece: IndexPiece, block_bytes: int) -> Iterator[_Blocks]:
+def _touched(slab: Slab, piece: IndexPiece, block_bytes: int) -> list[_Blocks]:
     """The blocks of a piece that hold some of a slab. Rows with less than a block between them leave out none, so what
     is listed are never more rows than there are blocks."""
     at, end = piece.at, piece.at + piece.bytes
@@ -217,10 +224,17 @@ def _touched(slab: Slab, piece: IndexPiece, block_bytes: int) -> Iterator[_Block
     while listed and slab.source_steps[listed - 1] - extent < block_bytes:
         listed -= 1
         extent += (slab.lengths[listed] - 1) * slab.source_steps[listed]
-    for index in product(*map(range, slab.lengths[:listed])):
-        first = slab.source + sum(i * step for i, step in zip(index, slab.source_steps, strict=False))
-        start = first - (first - at) % block_bytes
-        yield _Blocks(start, min(first + extent + (at - first - extent) % block_bytes, end), at)
+    starts = [slab.source]
+    for length, step in zip(slab.lengths[:listed], slab.source_steps, strict=False):
+        starts = [start + i * step for start in starts for i in range(length)]
+    return [
+        _Blocks(
+            start - (start - at) % block_bytes,
+            min(start + extent + (at - start - extent) % block_bytes, end),
+            at,
+        )
+        for start in starts
+    ]
 
 
 def _windows(blocks: list[_Blocks], block_bytes: int) -> Iterator[tuple[int, int]]:
@@ -236,8 +250,8 @@ def _windows(blocks: list[_Blocks], block_bytes: int) -> Iterator[tuple[int, int
                 yield start, stop
             start = first
         while end - start > WINDOW_BYTES:
-            # The last border of two blocks within the window; the start of the piece's blocks is one as well.
-            cut = max(at + (start + WINDOW_BYTES - at) // block_bytes * block_bytes, first)
+            # The last border of two blocks within the window, which is where the piece starts if no more fits.
+            cut = at + (start + WINDOW_BYTES - at) // block_bytes * block_bytes
             yield start, cut
             start = cut
         stop, bridge = end, not long

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
 from typing import NamedTuple
 
 from ckptd.format.cover import span_boxes
@@ -48,6 +48,8 @@ class Slab(NamedTuple):
     @property
     def source_stop(self) -> int:
         """Behind the last byte of the source."""
+        if len(self.lengths) == 1:
+            return self.source + self.lengths[0]
         return self.source + _extent(self.lengths, self.source_steps)
 
     def copies(self) -> Iterator[Copy]:
@@ -69,7 +71,10 @@ class Region:
 
     @property
     def element_count(self) -> int:
-        return sum(element_count(box.lengths) for box in self.boxes)
+        count = 0
+        for box in self.boxes:
+            count += element_count(box.lengths)
+        return count
 
 
 def region(shape: Shape, part: Box | Span | None = None) -> Region:
@@ -84,6 +89,14 @@ def piece_region(piece: Piece | IndexPiece, shape: Shape) -> Region:
     return region(shape, piece.box if piece.box is not None else piece.span)
 
 
+def holds_exactly(piece: Piece | IndexPiece, part: Region, shape: Shape) -> bool:
+    """Whether a piece is that part and nothing else; the same as an equal region, for less time."""
+    if piece.span is not None or len(part.boxes) != 1:
+        return piece_region(piece, shape) == part
+    (box,) = part.boxes
+    return box == piece.box if piece.box is not None else box.lengths == shape
+
+
 def slabs(source: Region, target: Region, item_bytes: int, source_at: int = 0, target_at: int = 0) -> list[Slab]:
     """What to copy so that ``target``, which lies at byte ``target_at``, has every element that ``source``, at byte
     ``source_at``, holds of it. In order of the source. Needs time for the boxes, not for their rows."""
@@ -91,7 +104,7 @@ def slabs(source: Region, target: Region, item_bytes: int, source_at: int = 0, t
         size = source.element_count * item_bytes
         return [Slab(source_at, target_at, (size,), (1,), (1,))] if size else []
     found: list[Slab] = []
-    wanted = list(_placed(target, item_bytes, target_at))
+    wanted = _placed(target, item_bytes, target_at)
     for box, start in _placed(source, item_bytes, source_at):
         for other, other_start in wanted:
             slab = _box_slab(box, start, other, other_start, item_bytes)
@@ -152,11 +165,12 @@ def clipped(slab: Slab, start: int, stop: int) -> list[Slab]:
     return found + row(end) if end < count else found
 
 
-def _placed(part: Region, item_bytes: int, at: int) -> Iterator[tuple[Box, int]]:
+def _placed(part: Region, item_bytes: int, at: int) -> list[tuple[Box, int]]:
     """Each box, and at which byte it starts."""
-    for box in part.boxes:
-        yield box, at
-        at += element_count(box.lengths) * item_bytes
+    if len(part.boxes) == 1:
+        return [(part.boxes[0], at)]
+    sizes = [element_count(box.lengths) * item_bytes for box in part.boxes]
+    return list(zip(part.boxes, accumulate(sizes, initial=at), strict=False))
 
 
 def _box_slab(source: Box, source_at: int, target: Box, target_at: int, item_bytes: int) -> Slab | None:

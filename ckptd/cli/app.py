@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ckptd import __version__
-from ckptd.cli import daemon_commands, doctor_command, storage_commands
+from ckptd.cli import daemon_commands, doctor_command, plan_command, storage_commands
 from ckptd.daemon.command import daemon
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command("ls")(storage_commands.ls)
 app.command("show")(storage_commands.show)
 app.command("verify")(storage_commands.verify)
 app.command("export")(storage_commands.export)
+app.command("plan")(plan_command.plan)
 app.command("doctor")(doctor_command.doctor)
 
 

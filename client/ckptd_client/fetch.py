@@ -12,8 +12,11 @@ from ckptd.checkpoint.fetch import Fetched, ShardReader
 from ckptd.checkpoint.plan import ReadPlan
 from ckptd.checkpoint.reader import WINDOWS_IN_FLIGHT_MAX
 from ckptd.checkpoint.regions import Slab
+from ckptd.checkpoint.shard_map import WINDOW_BYTES
 from ckptd.limits import KIB
 
+FETCH_MEMORY_BYTES_MAX = WINDOWS_IN_FLIGHT_MAX * WINDOW_BYTES
+"""What a fetch takes beyond the memory that it fills: a window for each read in flight."""
 PLAIN_COPY_BYTES_MAX = 256 * KIB
 """Up to here bytes that lie together are copied by Python, which costs less than a call of torch; beyond, it would hold
 the interpreter for too long."""
@@ -27,7 +30,8 @@ async def fetch(
 ) -> Fetched:
     """Bring every want of the plan to its target in ``out``, verified; see :func:`ckptd.checkpoint.fetch.fetch`.
 
-    The reader and its backend may let fewer than ``windows_max`` reads go on at once.
+    The reader and its backend may let fewer than ``windows_max`` reads go on at once. Takes at most
+    ``FETCH_MEMORY_BYTES_MAX`` more, or less with fewer windows.
     """
     return await core.fetch(reader, plan, out, scatter=scatter, windows_max=windows_max)
 
@@ -41,8 +45,8 @@ def scatter(parts: Sequence[Slab], source: memoryview, target: memoryview) -> No
             target[part.target : part.target + size] = source[part.source : part.source + size]
             continue
         # Words as wide as everything is a multiple of: a lattice of single bytes would be slow.
-        starts = as_source.address + part.source, as_target.address + part.target
-        width = math.gcd(*starts, part.source, size, *part.source_steps[:-1], *part.target_steps[:-1], max(_WORDS))
+        starts = as_source.address, part.source, as_target.address, part.target
+        width = math.gcd(*starts, size, *part.source_steps[:-1], *part.target_steps[:-1], max(_WORDS))
         lengths = (*part.lengths[:-1], size // width)
         as_target.lattice(width, part.target, lengths, part.target_steps).copy_(
             as_source.lattice(width, part.source, lengths, part.source_steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -79,6 +80,53 @@ def pattern(count: int, salt: int = 0) -> bytes:
 def tensor(name: str, shape: tuple[int, ...], *, dtype: str = "float32", salt: int = 0, **more: Any) -> Held:
     """A whole tensor filled with a pattern."""
     return Held(name, shape, pattern(element_count(shape) * ITEM_BYTES[dtype], salt), dtype, **more)
+
+
+def numbered(shape: tuple[int, ...], dtype: str) -> bytes:
+    """A tensor whose every item holds its own flat number, as far as the item goes."""
+    item = ITEM_BYTES[dtype]
+    return b"".join((i % (1 << 8 * item)).to_bytes(item, "little") for i in range(element_count(shape)))
+
+
+def flat_numbers(shape: tuple[int, ...], part: Box | Span | None) -> list[int]:
+    """The flat number of each element of a part, in its order, found one by one."""
+    if isinstance(part, Span):
+        return list(range(part.start, part.stop))
+    box = part or Box((0,) * len(shape), shape)
+    found: list[int] = []
+    for index in product(*(range(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))):
+        flat = 0
+        for size, at in zip(shape, index, strict=True):
+            flat = flat * size + at
+        found.append(flat)
+    return found
+
+
+def cut(whole: bytes, shape: tuple[int, ...], dtype: str, part: Box | Span | None) -> bytes:
+    """A part of a tensor, row-major and dense."""
+    item = ITEM_BYTES[dtype]
+    return b"".join(whole[i * item : (i + 1) * item] for i in flat_numbers(shape, part))
+
+
+def chunk(size: int, number: int, count: int) -> tuple[int, int]:
+    """Offset and length of one of ``count`` chunks of a dimension: all as long as the first, as far as it goes."""
+    length = -(-size // count)
+    start = min(number * length, size)
+    return start, min(length, size - start)
+
+
+def grid(shape: tuple[int, ...], counts: tuple[int, ...]) -> list[Box]:
+    """The boxes of a regular grid with so many chunks along each dimension; some may be empty."""
+    cells = product(*(range(count) for count in counts))
+    chunks = ([chunk(s, n, c) for s, n, c in zip(shape, cell, counts, strict=True)] for cell in cells)
+    return [Box(tuple(o for o, _ in one), tuple(n for _, n in one)) for one in chunks]
+
+
+def part_of(name: str, shape: tuple[int, ...], part: Box | Span | None, *, dtype: str = "int32") -> Held:
+    """What a rank holds of a numbered tensor."""
+    data = cut(numbered(shape, dtype), shape, dtype, part)
+    box, span = (None, part) if isinstance(part, Span) else (part, None)
+    return Held(name, shape, data, dtype, box=box, span=span)
 
 
 def small_state(salt: int = 0) -> State:

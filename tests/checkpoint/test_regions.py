@@ -5,9 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.checkpoint.regions import Copy, Region, clipped, joined, region, slabs
+from ckptd.checkpoint.regions import Copy, Region, clipped, holds_exactly, joined, piece_region, region, slabs
 from ckptd.format.dtypes import element_count
-from ckptd.format.records import Box, Span
+from ckptd.format.records import Box, IndexPiece, Span
+from tests.checkpoint.builder import flat_numbers
 
 
 @st.composite
@@ -31,15 +32,7 @@ def parts(draw: st.DrawFn) -> tuple[tuple[int, ...], Region, Region]:
 
 def _elements(shape: tuple[int, ...], part: Region) -> list[int]:
     """The flat number of each element of a region, in its order."""
-    found: list[int] = []
-    for box in part.boxes:
-        for inside in range(element_count(box.lengths)):
-            flat, stride, rest = 0, 1, inside
-            for size, offset, length in reversed(list(zip(shape, box.offsets, box.lengths, strict=True))):
-                rest, at = divmod(rest, length)
-                flat, stride = flat + (offset + at) * stride, stride * size
-            found.append(flat)
-    return found
+    return [flat for box in part.boxes for flat in flat_numbers(shape, box)]
 
 
 def _copies(source: Region, target: Region, item_bytes: int = 1) -> list[Copy]:
@@ -84,6 +77,18 @@ def test_a_range_cuts_slabs_exactly(case: tuple[tuple[int, ...], Region, Region]
         assert len(got) == len(inside)
         assert set(got) == inside
         assert cut == sorted(cut)
+
+
+@given(parts())
+def test_a_piece_holds_exactly_the_region_that_it_is(case: tuple[tuple[int, ...], Region, Region]) -> None:
+    shape, part, other = case
+    box = other.boxes[0] if len(other.boxes) == 1 else None
+    for piece in (
+        IndexPiece(at=0, box=box, bytes=0, rank=0),
+        IndexPiece(at=0, bytes=0, rank=0, span=Span(0, element_count(shape) // 2)),
+    ):
+        for wanted in (part, other, region(shape)):
+            assert holds_exactly(piece, wanted, shape) == (piece_region(piece, shape) == wanted)
 
 
 def test_what_lies_together_is_one_copy() -> None:

@@ -132,6 +132,44 @@ def test_export(url: str, tmp_path: Path) -> None:
     assert "files in" in ckptd("export", url, "10", tmp_path / "second").stdout
 
 
+WEIGHT, BIAS, EXP_AVG = 700 * 1000 * 4, 3 * 2, 5 * 7 * 8
+"""Bytes of the tensors of a small state; the last one is the rank's own."""
+
+
+def test_plan(url: str) -> None:
+    alone = ckptd_json("plan", url, "latest", "--world", 1)
+    assert (alone["checkpoint"], alone["world"], alone["layout"], alone["only"]) == ("30-g2", 1, "rows", None)
+    size = WEIGHT + BIAS + EXP_AVG
+    everything = {"bytes_wanted": size, "bytes_read": size, "amplification": 1.0, "requests": 1, "shards": 1}
+    assert (alone["ranks"], alone["total"]) == ([{"rank": 0, **everything}], everything)
+    found = ckptd_json("plan", url, "30", "--world", 4)
+    assert [rank["bytes_wanted"] for rank in found["ranks"]] == [WEIGHT // 4 + 2] * 3 + [WEIGHT // 4]
+    for rank in found["ranks"]:
+        assert rank["bytes_wanted"] <= rank["bytes_read"] <= WEIGHT + BIAS
+        assert rank["amplification"] == rank["bytes_read"] / rank["bytes_wanted"]
+        assert rank["shards"] == 1
+    sums = {key: sum(rank[key] for rank in found["ranks"]) for key in ("bytes_wanted", "bytes_read", "requests")}
+    assert sums.items() <= found["total"].items()
+    copies = ckptd_json("plan", url, "30", "--world", 3, "--layout", "replicated", "--only", "model")
+    assert [rank["bytes_read"] for rank in copies["ranks"]] == [WEIGHT + BIAS] * 3
+    bias = ckptd_json("plan", url, "30", "--world", 5, "--only", "model/bias")
+    assert [rank["bytes_wanted"] for rank in bias["ranks"]] == [2, 2, 2, 0, 0]
+    assert [rank["amplification"] for rank in bias["ranks"]] == [3.0, 3.0, 3.0, None, None]
+
+
+def test_plan_in_words(url: str) -> None:
+    lines = ckptd("plan", url, "latest", "--world", 2).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["rank", "0", "1", "total"]
+    many = ckptd("plan", url, "latest", "--world", 50).stdout
+    assert "10 ranks are left out; see them with --all" in many
+    assert len(ckptd("plan", url, "latest", "--world", 50, "--all").stdout.splitlines()) == 52
+    nothing = ckptd("plan", url, "latest", "--world", 2, "--only", "mod")
+    assert nothing.exit_code == EXIT_USAGE
+    assert "the parts are model, optimizer, step" in nothing.stderr
+    assert ckptd("plan", url, "77", "--world", 2).exit_code == EXIT_NONE
+    assert ckptd("plan", url, "latest", "--world", 0).exit_code == EXIT_USAGE
+
+
 def test_doctor(url: str) -> None:
     found = ckptd_json("doctor", url, "--state-bytes", "1MiB", "--ranks", 2)
     levels = {finding["subject"]: finding["level"] for finding in found}
