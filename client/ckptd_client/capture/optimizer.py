@@ -163,7 +163,7 @@ class OptimizerSource(Source):
         return found
 
     def prepare(self, saved: object, restoring: Restoring) -> None:
-        OptimizerRestore(self.optimizer, self._path, self._keys, restoring).prepare(saved)
+        OptimizerRestore(self.optimizer, self._path, self._keys, self._slices, restoring).prepare(saved)
 
 
 def _own_keys(number: int, group: dict[str, Any], names: ParameterNames) -> list[Key]:

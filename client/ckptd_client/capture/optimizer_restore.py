@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ckptd.format.names import Key, element, join, segment
+from ckptd.format.records import Span
 from ckptd.format.tree import Path
 from ckptd_client.capture.codecs import SavedTensor
 from ckptd_client.capture.contents import CPU
 from ckptd_client.capture.dtensor import local_of
+from ckptd_client.capture.flat import FlatSlice
 from ckptd_client.capture.parts import Part
 from ckptd_client.dtypes import dtype_name, torch_dtype
 
@@ -28,12 +30,28 @@ class OptimizerRestore:
     """One optimizer in one restore."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, path: Path, keys: list[list[Key]], restoring: Restoring
+        self,
+        optimizer: torch.optim.Optimizer,
+        path: Path,
+        keys: list[list[Key]],
+        slices: list[tuple[tuple[Key, FlatSlice], ...]],
+        restoring: Restoring,
     ) -> None:
+        """``keys``: by group, what each parameter is called. ``slices``: by parameter, of all groups one behind the
+        other, what a flat one consists of."""
         self._optimizer = optimizer
         self._path = path
-        self._keys = keys
         self._restoring = restoring
+        self._parameters: list[list[tuple[torch.Tensor, Key, tuple[tuple[Key, FlatSlice], ...]]]] = []
+        flat = iter(slices)
+        for group, of_group in zip(optimizer.param_groups, keys, strict=True):
+            parameters = zip(group["params"], of_group, strict=True)
+            self._parameters.append([(parameter, key, next(flat)) for parameter, key in parameters])
+
+    def _keys(self, number: int) -> list[Key]:
+        """What is in a group: in the place of a flat parameter the ones that it consists of."""
+        found = self._parameters[number]
+        return [key for _, own, slices in found for key in ([name for name, _ in slices] or [own])]
 
     def prepare(self, saved: object) -> None:
         """Check and plan. Notes names that are on one side only, groups that are cut otherwise, shapes that differ."""
@@ -42,18 +60,18 @@ class OptimizerRestore:
         if not isinstance(state, dict) or not isinstance(groups, list):
             self._restoring.mismatch(join(self._path), "the checkpoint has no optimizer of this kind here")
             return
-        found = cast("list[Group]", groups)
         of_group = cast("dict[Key, int]", members.get("members") or {})
-        live = [key for keys in self._keys for key in keys]
-        common = set(
-            self._restoring.common(cast("list[Any]", live), cast("dict[Any, object]", of_group), (*self._path, "state"))
-        )
-        for number, (group, keys) in enumerate(zip(self._optimizer.param_groups, self._keys, strict=True)):
-            self._prepare_group(number, group, [key for key in keys if key in common], of_group, found)
-            for parameter, key in zip(group["params"], keys, strict=True):
-                if key in common:
-                    entry = cast("dict[Key, Entry]", state).get(key)
-                    self._prepare_entry(parameter, entry, (*self._path, "state", segment(key)), group)
+        entries = cast("dict[Key, Entry]", state)
+        live = [key for number in range(len(self._parameters)) for key in self._keys(number)]
+        common = set(self._restoring.common(live, of_group, (*self._path, "state")))
+        for number, group in enumerate(self._optimizer.param_groups):
+            found = [key for key in self._keys(number) if key in common]
+            self._prepare_group(number, group, found, of_group, cast("list[Group]", groups))
+            for parameter, key, slices in self._parameters[number]:
+                if slices:
+                    self._prepare_flat(parameter, [each for each in slices if each[0] in common], entries, group)
+                elif key in common:
+                    self._prepare_entry(parameter, entries.get(key), (*self._path, "state", segment(key)), group)
         self._prepare_others(members.get("others") or {})
 
     def _prepare_group(
@@ -62,7 +80,8 @@ class OptimizerRestore:
         where = join((*self._path, "param_groups", element(number)))
         if not self._restoring.selection.takes(where):
             return
-        ours = {key for group_keys in self._keys for key in group_keys if self._takes(key)}
+        everything = range(len(self._parameters))
+        ours = {key for each in everything for key in self._keys(each) if self._takes(key)}
         sources = {of_group[key] for key in keys} or ({number} if number < len(saved) else set[int]())
         if len(sources) != 1:
             self._restoring.mismatch(where, f"its parameters are in groups {sorted(sources)} of the checkpoint")
@@ -103,6 +122,58 @@ class OptimizerRestore:
             lambda: {field: cast("Build", build)() for field, build in items.items()},
             lambda entry: state.__setitem__(parameter, entry),
         )
+
+    def _prepare_flat(
+        self, parameter: torch.Tensor, slices: list[tuple[Key, FlatSlice]], entries: dict[Key, Entry], group: Group
+    ) -> None:
+        """The state of a flat parameter, put together from that of the ranges in it."""
+        state = self._optimizer.state
+        found = [(key, one, entries[key]) for key, one in slices if one.elements and key in entries]
+        if not found:
+            self._restoring.build(lambda: None, lambda _: state.pop(parameter, None))
+            return
+        live = cast("Entry", state.get(parameter) or {})
+        items: dict[Any, Build] = {}
+        for field in found[0][2]:
+            names = [join((*self._path, "state", segment(key), segment(field))) for key, _, _ in found]
+            values = [(one, entry.get(field)) for _, one, entry in found]
+            if not all(self._restoring.can_be_had(name, value) for name, (_, value) in zip(names, values, strict=True)):
+                continue
+            if field != "step" and all(self._is_of(value, one) for one, value in values):
+                items[field] = self._flat_value(parameter, live.get(field), names, values)
+            else:
+                items[field] = self._value(parameter, live.get(field), values[0][1], field, names[0], group)
+        self._restoring.build(
+            lambda: {field: build() for field, build in items.items()},
+            lambda entry: state.__setitem__(parameter, entry),
+        )
+
+    def _is_of(self, saved: object, one: FlatSlice) -> bool:
+        """Whether a saved value has an element for each element of the tensor that a range is of."""
+        return isinstance(saved, SavedTensor) and self._restoring.contents.entry(saved).shape == tuple(one.shape)
+
+    def _flat_value(
+        self, parameter: torch.Tensor, live: object, names: list[str], values: list[tuple[FlatSlice, Any]]
+    ) -> Build:
+        restoring, contents = self._restoring, self._restoring.contents
+        if isinstance(live, torch.Tensor) and all(
+            name in restoring.parts and dtype_name(live.dtype) == contents.entry(value).dtype
+            for name, (_, value) in zip(names, values, strict=True)
+        ):
+            for name, (_, value) in zip(names, values, strict=True):
+                restoring.copy(name, value)
+            return lambda: live
+        restoring.loaded += names
+        dtype = torch_dtype(contents.entry(values[0][1]).dtype)
+        wanted = [(one, contents.want(value, Span(one.start, one.stop))) for one, value in values]
+
+        def build() -> torch.Tensor:
+            made = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)  # padding stays zero
+            for one, each in wanted:
+                made.narrow(0, one.at, one.elements).copy_(contents.read(each))
+            return made
+
+        return build
 
     def _value(
         self, parameter: torch.Tensor, live: object, saved: object, field: str, name: str, group: Group
