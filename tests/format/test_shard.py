@@ -28,7 +28,15 @@ from ckptd.format.shard import (
     lay_out,
     read_header,
 )
-from ckptd.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, GIB, HEADER_BYTES_MAX, INTEGER_MAX, NAME_BYTES_MAX, PAGE_BYTES
+from ckptd.limits import (
+    BLOCK_BYTES_MAX,
+    BLOCK_BYTES_MIN,
+    GIB,
+    HEADER_BYTES_MAX,
+    INTEGER_MAX,
+    NAME_BYTES_MAX,
+    PAGE_BYTES,
+)
 
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(lambda n: n != "__metadata__")
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
