@@ -18,6 +18,8 @@ MANIFEST_BYTES_MAX = 64 * MIB
 INDEX_INLINE_BYTES_MAX = 256 * KIB
 """Up to here the index lies inside the manifest; above, in objects of its own."""
 INDEX_PART_BYTES_TARGET = 4 * MIB
+RECEIPTS_INLINE_MAX = 256
+"""Up to so many ranks the manifest lists the receipts itself; above, so many lie in each object beside it."""
 SMALL_RECORD_BYTES_MAX = MIB
 """run.json, generations, marks, leases, tombstones."""
 TREE_DEPTH_MAX = 64

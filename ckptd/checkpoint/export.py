@@ -193,7 +193,11 @@ async def _groups(reader: CheckpointReader) -> list[_Group]:
     for rank in range(reader.manifest.world):
         suffix = _of_rank(reader, rank)
         _, _, layout = await reader.receipt(rank)
-        own = {entry.name: of_rank(entry, rank) for entry in layout.tensors if entry.per_rank}
+        own = {
+            entry.name: of_rank(entry, rank)
+            for entry in layout.tensors
+            if entry.per_rank and await reader.find(entry.name) is None  # where it is equal on all ranks, it is theirs
+        }
         for name, tensor in own.items():
             add(name, tensor, suffix)
         for alias, name in layout.aliases.items():

@@ -95,7 +95,9 @@ async def _own(reader: CheckpointReader, rank: int, only: str | None) -> list[Wa
     """All that a rank saved as its own."""
     layout = (await reader.receipt(rank)).layout
     tensors = [of_rank(entry, rank) for entry in layout.tensors if entry.per_rank and _is_below(entry.name, only)]
-    return [Want(name=t.name, dtype=t.dtype, shape=t.shape, region=region(t.shape), pieces=t.pieces) for t in tensors]
+    return [
+        Want(name=t.name, dtype=t.dtype, shape=t.shape, region=region(t.shape), pieces=t.own or ()) for t in tensors
+    ]
 
 
 def _is_below(name: str, only: str | None) -> bool:

@@ -73,11 +73,14 @@ async def show_checkpoint(run: Run, version: Version) -> Shown:
     async with await CheckpointReader.open(run, version) as reader:
         tensors: list[tuple[int | None, StoredTensor]] = [(None, of_index(entry)) async for entry in reader.entries()]
         shards: list[ShardProof] = []
-        aliases: dict[str, str] = {}
         for rank in range(reader.manifest.world):
             receipt, _, layout = await reader.receipt(rank)
             shards.append(receipt.shard)
-            tensors += [(rank, of_rank(entry, rank)) for entry in layout.tensors if entry.per_rank]
-            aliases |= layout.aliases
+            tensors += [
+                (rank, of_rank(entry, rank))
+                for entry in layout.tensors
+                if entry.per_rank and await reader.find(entry.name) is None
+            ]
         tensors.sort(key=lambda item: (item[1].name, -1 if item[0] is None else item[0]))
-        return Shown(reader.manifest, tuple(await run.marks(version)), tuple(shards), tuple(tensors), aliases)
+        marks, aliases = await run.marks(version), dict(await reader.aliases())
+        return Shown(reader.manifest, tuple(marks), tuple(shards), tuple(tensors), aliases)

@@ -4,38 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from bisect import bisect_left, bisect_right
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 from ckptd.checkpoint import leases
+from ckptd.checkpoint.catalog import Catalog
 from ckptd.checkpoint.concurrency import each, in_thread
-from ckptd.checkpoint.objects import damaged, decode_at, place
-from ckptd.checkpoint.regions import Region, piece_region, slabs
+from ckptd.checkpoint.kept import Kept
+from ckptd.checkpoint.locating import promised_pieces, sought
+from ckptd.checkpoint.objects import damaged, place
+from ckptd.checkpoint.regions import Region
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.selectors import spoken
 from ckptd.checkpoint.shard_map import RankRecords, ShardMap, map_shard
 from ckptd.errors import (
     AccessDenied,
+    CoverageError,
     IntegrityError,
     NoCheckpoint,
     NotFound,
     ShortRead,
     StorageError,
-    TooLarge,
     UsageError,
 )
-from ckptd.format.digests import hex_digest
-from ckptd.format.keys import Version, index_key, manifest_key, receipt_key, tombstone_key
-from ckptd.format.records import Index, IndexEntry, IndexPiece, IndexRef, Manifest, TensorEntry
+from ckptd.format.common import Merge
+from ckptd.format.keys import (
+    Version,
+    tombstone_key,
+)
+from ckptd.format.records import (
+    Common,
+    IndexEntry,
+    IndexPiece,
+    Manifest,
+    TensorEntry,
+)
+from ckptd.limits import MIB
 
 WINDOWS_IN_FLIGHT_MAX = 16
-RECORDS_KEPT_MAX = 8
-"""Ranks whose receipt, and parts of the index that, stay in memory; a receipt may have many MiB."""
-
-K = TypeVar("K")
-V = TypeVar("V")
+RECEIPTS_KEPT_BYTES = 256 * MIB
+"""Of receipts, as they lie in storage, that stay in memory beyond the newest one; decoded they take up to three times
+that. A reader of everything opens some tens of them, each of some MiB at most."""
+RECEIPTS_IN_FLIGHT_MAX = 8
 OnBytes = Callable[[int], None]
 """Called with the size of what has just been read and verified."""
 
@@ -55,9 +66,9 @@ class CheckpointReader:
         self._lease = lease
         self._width = max(1, min(WINDOWS_IN_FLIGHT_MAX, run.backend.capabilities.inflight_max))
         self._gate = asyncio.Semaphore(self._width)
-        self._loading = asyncio.Lock()
-        self._shards: dict[int, ShardMap] = {}
-        self._parts: dict[str, tuple[IndexEntry, ...]] = {}
+        self._shards = Kept[int, ShardMap](RECEIPTS_KEPT_BYTES, RECEIPTS_IN_FLIGHT_MAX)
+        self._catalog = Catalog(run.backend, manifest)
+        self._common = Kept[None, Common](0, 1)
 
     @classmethod
     async def open(cls, run: Run, version: Version, *, holder: str | None = None) -> CheckpointReader:
@@ -88,7 +99,7 @@ class CheckpointReader:
     @property
     def manifest_place(self) -> str:
         """The manifest as messages name it."""
-        return place(self._backend, manifest_key(self.version))
+        return self._catalog.manifest_place
 
     async def aclose(self) -> None:
         """Give the lease back. Idempotent; the backend stays open."""
@@ -116,32 +127,35 @@ class CheckpointReader:
 
     async def receipt_bytes(self, rank: int) -> bytes:
         """A receipt as it lies in storage, equal to what the manifest promises."""
-        if not 0 <= rank < self.manifest.world:
-            raise UsageError(f"{spoken(self.version)} has ranks 0 to {self.manifest.world - 1}, not {rank}")
-        refs = self.manifest.receipts
-        wanted = receipt_key(self.version, rank, self.manifest.world)
-        if len(refs) != self.manifest.world or (refs[rank].rank, refs[rank].key) != (rank, wanted):
-            raise damaged(self.manifest_place, f"does not name {wanted}")
-        return await self._object(wanted, refs[rank].bytes, refs[rank].digest)
+        return await self._catalog.receipt_bytes(rank)
 
     async def find(self, name: str) -> IndexEntry | None:
-        """Where the pieces of a tensor lie that is one value for the whole world, or nothing. Loads only the part of
-        the index that can hold it."""
-        entries = self.manifest.index
-        if entries is None:
-            number = bisect_right(self.manifest.index_parts, name, key=lambda ref: ref.first) - 1
-            if number < 0 or name > self.manifest.index_parts[number].last:
-                return None
-            entries = await self._index_part(number)
-        at = bisect_left(entries, name, key=lambda entry: entry.name)
-        return entries[at] if at < len(entries) and entries[at].name == name else None
+        """What the index says of a tensor that is one value for the whole world, or nothing. Loads only the part of
+        the index that can hold it. The index has no digest that anybody else vouches for; see :meth:`locate`."""
+        return (await self._catalog.find(name))[0]
 
     async def locate(self, name: str, wanted: Region) -> list[IndexPiece]:
-        """The stored pieces of a tensor that hold some of ``wanted``; none where the world has no such tensor."""
-        entry = await self.find(name)
+        """The pieces of a tensor that is one value for the whole world which hold some element of ``wanted``, in order
+        of rank and place, as the receipts of their ranks promise them; together they hold all of it. Opens no other
+        receipts, and takes a time that grows with the pieces that it finds (and with those that the index lists, where
+        they are no grid).
+
+        Raises :class:`IntegrityError` where the index and the receipts do not agree, or some of it is not there;
+        :class:`UsageError` for a name that is not in the index, or elements that the tensor does not have.
+        """
+        entry, lists = await self._catalog.find(name)
         if entry is None:
-            return []
-        return [piece for piece in entry.pieces if slabs(piece_region(piece, entry.shape), wanted, 1)]
+            raise UsageError(f"{spoken(self.version)} has no {name!r} that is one value for all ranks")
+        try:
+            parts = sought(entry, lists, wanted, self.manifest.world)
+            missing = [rank for rank in parts if self._shards.peek(rank) is None]
+            await each(missing, RECEIPTS_IN_FLIGHT_MAX, self._shard)
+            found: list[IndexPiece] = []
+            for rank, of_rank in parts.items():
+                found += promised_pieces(entry, rank, (await self._shard(rank)).entry(name), of_rank)
+        except CoverageError as error:
+            raise IntegrityError(f"{self.manifest_place}: {error.message}") from None
+        return found
 
     async def block_bytes(self, rank: int) -> int:
         """How long the digest blocks of a rank's shard are."""
@@ -151,20 +165,21 @@ class CheckpointReader:
         """The map of a rank's shard."""
         return await self._shard(rank)
 
-    async def entries(self) -> AsyncIterator[IndexEntry]:
+    def entries(self) -> AsyncIterator[IndexEntry]:
         """Every tensor that is one value for the whole world, in order of name; one part of the index at a time."""
-        for entry in self.manifest.index or ():
-            yield entry
-        for number in range(len(self.manifest.index_parts)):
-            for entry in await self._index_part(number):
-                yield entry
+        return self._catalog.entries()
 
-    async def index_part_bytes(self, number: int) -> bytes:
-        """A part of the index as it lies in storage, equal to what the manifest promises."""
-        ref: IndexRef = self.manifest.index_parts[number]
-        if ref.key != index_key(self.version, number):
-            raise damaged(self.manifest_place, f"names a foreign index, {ref.key[:200]}")
-        return await self._object(ref.key, ref.bytes, ref.digest)
+    def beside(self) -> AsyncIterator[tuple[str, bytes]]:
+        """Key and bytes of every object that the manifest names beside receipts, equal to what it promises."""
+        return self._catalog.beside()
+
+    async def common(self) -> Common:
+        """What the state trees of all ranks have in common; of a single rank, its own."""
+        return await self._common.get(None, self._load_common)
+
+    async def aliases(self) -> Mapping[str, str]:
+        """Further names of tensors → the names in the index, or of values that each rank calls its own."""
+        return (await self.common()).aliases
 
     # Bytes
 
@@ -234,37 +249,25 @@ class CheckpointReader:
     # Details
 
     async def _shard(self, rank: int) -> ShardMap:
-        async with self._loading:  # one receipt at a time, as each may be large
-            found = self._shards.get(rank)
-            if found is None:
-                data = await self.receipt_bytes(rank)
-                found = await in_thread(map_shard, self.run.backend.url, self.manifest, rank, data)
-                _remember(self._shards, rank, found)
-            return found
+        async def load() -> tuple[ShardMap, int]:
+            data = await self.receipt_bytes(rank)
+            return await in_thread(map_shard, self.run.backend.url, self.manifest, rank, data), len(data)
 
-    async def _index_part(self, number: int) -> tuple[IndexEntry, ...]:
-        key = index_key(self.version, number)
-        async with self._loading:
-            found = self._parts.get(key)
-            if found is None:
-                data = await self.index_part_bytes(number)
-                found = (await in_thread(decode_at, place(self._backend, key), data, Index)).tensors
-                _remember(self._parts, key, found)
-            return found
+        return self._shards.peek(rank) or await self._shards.get(rank, load)
 
-    async def _object(self, key: str, size_bytes: int, wanted: str) -> bytes:
-        """A small object that another one vouches for."""
-        try:
-            data = await self._backend.get(key, limit_bytes=size_bytes)
-        except NotFound:
-            raise self._damaged(key, "is missing, though the manifest promises it") from None
-        except TooLarge:
-            raise self._damaged(key, f"is longer than the {size_bytes} bytes that the manifest promises") from None
-        if len(data) != size_bytes:
-            raise self._damaged(key, f"has {len(data)} bytes, and the manifest promises {size_bytes}")
-        if await in_thread(hex_digest, data) != wanted:
-            raise self._damaged(key, "differs from the digest that the manifest promises")
-        return data
+    async def _load_common(self) -> tuple[Common, int]:
+        found = await self._catalog.common()
+        if found is not None:
+            return found
+        if self.manifest.world == 1:
+            _, snapshot, layout = await self.receipt(0)
+            return Common(aliases=layout.aliases, tree=snapshot.tree), 0
+        merge, names = Merge(), dict[str, object]()  # as the first release committed
+        for rank in range(self.manifest.world):
+            _, snapshot, layout = await self.receipt(rank)
+            merge.add(snapshot.tree, layout.aliases)
+            names |= {entry.name: None for entry in layout.tensors}
+        return Common(aliases=merge.aliases(names), tree=merge.tree), 0
 
     def _damaged(self, key: str, what: str) -> IntegrityError:
         return damaged(place(self._backend, key), what)
@@ -278,9 +281,3 @@ async def _refuse_announced(run: Run, version: Version) -> None:
     except NotFound:
         return
     raise NoCheckpoint(f"{run.backend.url}: {spoken(version)} is being deleted")
-
-
-def _remember(cache: dict[K, V], key: K, value: V) -> None:
-    while len(cache) >= RECORDS_KEPT_MAX:
-        del cache[next(iter(cache))]
-    cache[key] = value

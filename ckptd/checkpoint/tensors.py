@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckptd.checkpoint.fetch import fetch, scatter_bytes
+from ckptd.checkpoint.locating import touched
 from ckptd.checkpoint.plan import Want, make_plan
 from ckptd.checkpoint.reader import CheckpointReader
 from ckptd.checkpoint.regions import Region
 from ckptd.errors import CoverageError, IntegrityError, UsageError
-from ckptd.format.cover import check_cover
 from ckptd.format.dtypes import ITEM_BYTES, element_count
+from ckptd.format.grid import cell_counts
 from ckptd.format.records import IndexEntry, IndexPiece, TensorEntry
 
 REGION_WINDOWS_MAX = 4
@@ -24,7 +25,10 @@ class StoredTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[IndexPiece, ...]
+    own: tuple[IndexPiece, ...] | None
+    """The pieces of a rank's own value; those of the world's are located in the index when they are read."""
+    cut: tuple[int, ...]
+    """In how many pieces it lies: along each dimension where they are a grid, else one number."""
 
     @property
     def size_bytes(self) -> int:
@@ -33,20 +37,21 @@ class StoredTensor:
 
 def of_index(entry: IndexEntry) -> StoredTensor:
     """A tensor that is one value for the world."""
-    return StoredTensor(entry.name, entry.dtype, entry.shape, entry.pieces)
+    cut = (len(entry.pieces),) if entry.grid is None else cell_counts(entry.shape, entry.grid.chunks)
+    return StoredTensor(entry.name, entry.dtype, entry.shape, None, cut)
 
 
 def of_rank(entry: TensorEntry, rank: int) -> StoredTensor:
     """What one rank holds of a tensor, as a tensor of its own."""
     pieces = tuple(IndexPiece(at=p.at, box=p.box, bytes=p.bytes, rank=rank, span=p.span) for p in entry.pieces)
-    return StoredTensor(entry.name, entry.dtype, entry.shape, pieces)
+    return StoredTensor(entry.name, entry.dtype, entry.shape, pieces, (len(pieces),))
 
 
 async def find_tensor(reader: CheckpointReader, name: str, rank: int | None) -> StoredTensor | None:
     """The tensor of that name or alias, as ``rank`` sees it: its own value before the world's. Without a rank, only
     what is one value for the world."""
-    layout = (await reader.receipt(rank or 0)).layout
-    name = layout.aliases.get(name, name)
+    aliases = await reader.aliases() if rank is None else (await reader.receipt(rank)).layout.aliases
+    name = aliases.get(name, name)
     if rank is not None:
         own = await reader.promised(rank, name)
         if own is not None and own.per_rank:
@@ -59,24 +64,18 @@ async def read_region(reader: CheckpointReader, tensor: StoredTensor, wanted: Re
     """The elements of ``wanted``, as it lists them, into ``out``, which has exactly their size. Reads and verifies only
     the digest blocks that hold some of them, and what lies between those that are near. Raises as
     :class:`CheckpointReader` does."""
-    want = Want(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, region=wanted, pieces=tensor.pieces)
-    if out.nbytes != want.size_bytes:
-        raise UsageError(f"{tensor.name}: {want.size_bytes} bytes are wanted, not {out.nbytes}")
-    await _check_index(reader, tensor)
-    blocks = {rank: await reader.block_bytes(rank) for rank in {piece.rank for piece in tensor.pieces}}
+    if out.nbytes != wanted.element_count * ITEM_BYTES[tensor.dtype]:
+        raise UsageError(
+            f"{tensor.name}: {wanted.element_count * ITEM_BYTES[tensor.dtype]} bytes are wanted, not {out.nbytes}"
+        )
+    pieces = await reader.locate(tensor.name, wanted) if tensor.own is None else _of_own(reader, tensor, wanted)
+    want = Want(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, region=wanted, pieces=tuple(pieces))
+    blocks = {rank: await reader.block_bytes(rank) for rank in {piece.rank for piece in pieces}}
     await fetch(reader, make_plan([want], blocks), out, scatter=scatter_bytes, windows_max=REGION_WINDOWS_MAX)
 
 
-async def _check_index(reader: CheckpointReader, tensor: StoredTensor) -> None:
-    """Raise :class:`IntegrityError` unless the pieces are what their ranks' receipts say, and all of the tensor. The
-    manifest has no digest of its own, so what it says is not believed without the receipts."""
-    for piece in tensor.pieces:
-        promised = await reader.promised(piece.rank, tensor.name)
-        if promised is None or (promised.dtype, promised.shape) != (tensor.dtype, tensor.shape):
-            raise IntegrityError(f"{reader.manifest_place}: {tensor.name!r} is not what rank {piece.rank} saved")
-        if piece not in of_rank(promised, piece.rank).pieces:
-            raise IntegrityError(f"{reader.manifest_place}: {tensor.name!r} has a piece that rank {piece.rank} has not")
+def _of_own(reader: CheckpointReader, tensor: StoredTensor, wanted: Region) -> list[IndexPiece]:
     try:
-        check_cover(tensor.name, tensor.shape, tensor.pieces)
+        return touched(tensor.name, tensor.shape, tensor.own or (), wanted)
     except CoverageError as error:
         raise IntegrityError(f"{reader.manifest_place}: {error.message}") from None

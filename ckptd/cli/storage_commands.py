@@ -180,7 +180,14 @@ def _shown(shown: Shown) -> dict[str, Any]:
         "marks": [{"mark": mark.mark, "by": mark.by, "reason": mark.reason} for mark in shown.marks],
         "shards": [{"rank": rank, "key": shard.key, "bytes": shard.bytes} for rank, shard in enumerate(shown.shards)],
         "tensors": [
-            {"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "bytes": t.size_bytes, "rank": rank}
+            {
+                "name": t.name,
+                "dtype": t.dtype,
+                "shape": list(t.shape),
+                "bytes": t.size_bytes,
+                "rank": rank,
+                "cut": list(t.cut),
+            }
             for rank, t in shown.tensors
         ],
         "aliases": shown.aliases,
@@ -204,10 +211,11 @@ def _print_shown(shown: Shown, tensors_max: int | None) -> None:
     ):
         facts.add_row(name, value)
     out.print(facts)
-    made = table("tensor", "dtype", "shape", "size", "of", right=("size",))
+    made = table("tensor", "dtype", "shape", "size", "pieces", "of", right=("size", "pieces"))
     for rank, tensor in shown.tensors[:tensors_max]:
         owner = "all" if rank is None else f"rank {rank}"
-        made.add_row(tensor.name, tensor.dtype, str(list(tensor.shape)), size(tensor.size_bytes), owner)
+        pieces = " by ".join(map(str, tensor.cut)) or "1"
+        made.add_row(tensor.name, tensor.dtype, str(list(tensor.shape)), size(tensor.size_bytes), pieces, owner)
     out.print(made)
     if tensors_max is not None and len(shown.tensors) > tensors_max:
         out.print(f"and {len(shown.tensors) - tensors_max} more; see them with --all")

@@ -196,7 +196,7 @@ class Commit:
         backend = self.checkpoint.backend
         commit = await asyncio.to_thread(prove, [self.receipts[rank] for rank in range(self.checkpoint.world)])
         await check_run(backend, commit.manifest.run)  # its root may have gone since the shards were put
-        for key, data in commit.index_parts.items():
+        for key, data in commit.objects.items():
             await _put_same(backend, key, data)
         if commit.pinned:
             # Before the manifest, so that there is no moment in which retention could take it.

@@ -80,10 +80,35 @@ def check_cover(name: str, shape: Shape, pieces: Sequence[IndexPiece]) -> None:
     _check_disjoint(name, shape, owned)
     found = sum(element_count(box.lengths) for box, _ in owned)
     if found != element_count(shape):
-        ranks = sorted({rank for _, rank in owned})
-        raise CoverageError(
-            f"{name}: {found} of {element_count(shape)} elements are covered, by ranks {ranks[:16] or 'none'}"
-        )
+        raise not_covered(name, shape, found, sorted({rank for _, rank in owned}))
+
+
+def not_covered(name: str, shape: Shape, found: int, ranks: Sequence[int]) -> CoverageError:
+    """The error for a tensor of which ranks have saved only so many elements."""
+    return CoverageError(
+        f"{name}: {found} of {element_count(shape)} elements are covered, by ranks {ranks[:16] or 'none'}"
+    )
+
+
+def check_box_cover(name: str, wanted: Box, held: list[tuple[Box, int]]) -> None:
+    """Raise :class:`CoverageError` unless parts of a box, with their ranks, none of them empty, are all of it exactly
+    once."""
+    _check_disjoint(name, wanted.lengths, held)
+    found = sum(element_count(box.lengths) for box, _ in held)
+    if found != element_count(wanted.lengths):
+        ranks = sorted({rank for _, rank in held})
+        raise CoverageError(f"{name}: {found} of the elements of {wanted.offsets}+{wanted.lengths} are on {ranks[:16]}")
+
+
+def clipped(box: Box, inside: Box) -> Box | None:
+    """What two boxes have in common, or ``None``."""
+    low = tuple(map(max, box.offsets, inside.offsets))
+    high = tuple(
+        min(a + n, b + m) for a, n, b, m in zip(box.offsets, box.lengths, inside.offsets, inside.lengths, strict=True)
+    )
+    if any(top <= bottom for bottom, top in zip(low, high, strict=True)):
+        return None
+    return Box(low, tuple(top - bottom for bottom, top in zip(low, high, strict=True)))
 
 
 def _check_disjoint(name: str, shape: Shape, owned: list[tuple[Box, int]]) -> None:

@@ -80,6 +80,16 @@ def index_key(version: Version, number: int) -> str:
     return f"{checkpoint_prefix(version)}index-{number:05d}.json"
 
 
+def receipts_key(version: Version, number: int) -> str:
+    """A part of the list of receipts that lies outside its manifest; put if absent."""
+    return f"{checkpoint_prefix(version)}receipts-{number:05d}.json"
+
+
+def common_key(version: Version) -> str:
+    """What the state trees of all ranks have in common; put if absent."""
+    return f"{checkpoint_prefix(version)}common.json"
+
+
 def mark_key(version: Version, kind: str, unique: str) -> str:
     """A mark. ``unique``: a token that nobody else uses."""
     return f"{MARKS}{version}/{kind}-{unique}.json"

@@ -1,6 +1,8 @@
 """From the receipts of all ranks to the manifest: the proof that a commit is (promise P4).
 
-A pure function, so that any daemon that sees all receipts computes the same bytes.
+A pure function, so that any daemon that sees all receipts computes the same bytes. Receipts are taken in one after the
+other and let go: memory grows with the ranks and with the tensors, not with their product. A few may be asked for
+again.
 """
 
 from __future__ import annotations
@@ -9,161 +11,218 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptd.errors import CoverageError
-from ckptd.format.cover import check_cover, check_layout
+from ckptd.format import index
+from ckptd.format.common import Merge
+from ckptd.format.cover import check_layout, residents_in_slot_order
 from ckptd.format.digests import DIGEST_BYTES, hex_digest
-from ckptd.format.keys import Version, index_key, receipt_key, shard_key
+from ckptd.format.fingerprints import Fingerprint, fingerprints
+from ckptd.format.gather import Gathered
+from ckptd.format.keys import Version, common_key, index_key, receipt_key, receipts_key, shard_key
 from ckptd.format.records import (
-    Index,
-    IndexEntry,
-    IndexPiece,
+    Common,
     IndexRef,
     Layout,
     Manifest,
+    ObjectRef,
+    Piece,
     Receipt,
+    ReceiptList,
     ReceiptRef,
+    ShardProof,
     Snapshot,
-    TensorEntry,
     decode,
     decode_layout,
     encode,
 )
 from ckptd.format.shard import block_count
-from ckptd.limits import INDEX_INLINE_BYTES_MAX, INDEX_PART_BYTES_TARGET
+from ckptd.limits import RECEIPTS_INLINE_MAX
+
+_AGREED = ("run", "step", "generation", "world", "launch", "parent", "check_replicas")
+"""What snapshots of one checkpoint have in common."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What a commit puts: the parts of the index first, the manifest last."""
+    """What a commit puts: the objects beside the manifest first, the manifest last."""
 
     manifest: Manifest
-    index_parts: Mapping[str, bytes]
-    """Key → bytes; empty where the index lies in the manifest."""
+    objects: Mapping[str, bytes]
+    """Key → bytes: parts of the index and of the list of receipts, and what the state trees have in common."""
     pinned: bool
     """A rank asked for it to be kept."""
 
 
-def prove(receipts: Sequence[bytes]) -> Commit:
+def prove(receipts: Sequence[bytes], *, early: bool = False) -> Commit:
     """The commit that these receipts, one per rank in order of rank, add up to.
+
+    ``early``: as the first release committed, which knew neither grids, nor values that are equal on all ranks, nor
+    what state trees have in common. For checkpoints that lie there so.
 
     Raises :class:`CoverageError` where they do not belong together, or a tensor that any rank has seen is not covered
     exactly once; :class:`FormatError` where one cannot be read.
     """
-    decoded = [decode(data, Receipt) for data in receipts]
-    snapshots = [decode(receipt.snapshot, Snapshot) for receipt in decoded]
-    _check_belong_together(snapshots)
-    entries = _index(decoded, snapshots)
-    first = snapshots[0]
-    index, parts = _split_index(entries, first.version)
-    manifest = Manifest(
-        bytes=sum(receipt.shard.bytes for receipt in decoded),
-        generation=first.generation,
-        index=index,
-        index_parts=tuple(
-            IndexRef(bytes=len(data), digest=hex_digest(data), first=first_name, key=key, last=last_name)
-            for key, (data, first_name, last_name) in parts.items()
-        ),
-        launch=first.launch,
-        metrics=first.metrics,
-        parent=first.parent,
-        parts=tuple(sorted({part for snapshot in snapshots for part in snapshot.parts})),
-        receipts=tuple(
-            ReceiptRef(
-                bytes=len(data),
-                digest=hex_digest(data),
-                key=receipt_key(first.version, snapshot.rank, snapshot.world),
-                rank=snapshot.rank,
+    proof = Proof(len(receipts), early=early)
+    for data in receipts:
+        proof.add(data)
+    while ranks := proof.questions():
+        for rank in ranks:
+            proof.look(rank, receipts[rank])
+    return proof.commit()
+
+
+class Proof:
+    """:func:`prove` for whoever does not have all receipts at hand: :meth:`add` each in order of rank, then
+    :meth:`look` at those that :meth:`questions` names, until it names none."""
+
+    def __init__(self, receipts: int, *, early: bool = False) -> None:
+        """``receipts``: how many there are."""
+        if not receipts:
+            raise CoverageError("no receipts")
+        self._count = receipts
+        self._early = early
+        self._first: Snapshot | None = None
+        self._gathered = Gathered(early=early)
+        self._merge = Merge()
+        self._refs: list[ReceiptRef] = []
+        self._bytes = 0
+        self._parts: set[str] = set()
+        self._pinned = False
+        self._asked: dict[int, set[str]] = {}
+
+    def add(self, data: bytes) -> None:
+        """The receipt of the next rank. Raises as :func:`prove`."""
+        rank = len(self._refs)
+        receipt = decode(data, Receipt)
+        snapshot = decode(receipt.snapshot, Snapshot)
+        self._check_belongs(rank, snapshot)
+        layout, pieces = _checked_layout(receipt.shard, snapshot)
+        own = {piece.at for entry in layout.tensors if entry.per_rank for piece in entry.pieces}
+        residents = _residents(layout, receipt.shard) if snapshot.check_replicas else None
+        wanted = own if residents is None else None
+        self._gathered.add(rank, layout, _prints(layout, pieces, receipt.shard, wanted), residents)
+        if not self._early:
+            self._merge.add(snapshot.tree, layout.aliases)
+        self._bytes += receipt.shard.bytes
+        self._parts.update(snapshot.parts)
+        self._pinned = self._pinned or snapshot.pin
+        key = receipt_key(snapshot.version, rank, snapshot.world)
+        self._refs.append(ReceiptRef(bytes=len(data), digest=hex_digest(data), key=key, rank=rank))
+
+    def questions(self) -> list[int]:
+        """The ranks whose receipts are to be looked at again; none in the end."""
+        self._asked = self._gathered.questions()
+        return sorted(self._asked)
+
+    def look(self, rank: int, data: bytes) -> None:
+        """A receipt again, the same bytes as before."""
+        if hex_digest(data) != self._refs[rank].digest:
+            raise CoverageError(f"the receipt of rank {rank} has changed")
+        receipt = decode(data, Receipt)
+        layout, pieces = _checked_layout(receipt.shard, decode(receipt.snapshot, Snapshot))
+        self._gathered.answer(rank, self._asked[rank], layout, _prints(layout, pieces, receipt.shard, None))
+
+    def commit(self) -> Commit:
+        """Once all receipts are there and there is no question left. Raises :class:`CoverageError`."""
+        first = self._first
+        if first is None or len(self._refs) != self._count:
+            raise CoverageError(f"{len(self._refs)} of {self._count} receipts")
+        version, objects = first.version, dict[str, bytes]()
+        split = index.split(self._gathered.indexed())
+        index_parts: list[IndexRef] = []
+        for number, (data, first_name, last_name) in enumerate(split.parts):
+            ref = _put(objects, index_key(version, number), data)
+            index_parts.append(
+                IndexRef(bytes=ref.bytes, digest=ref.digest, first=first_name, key=ref.key, last=last_name)
             )
-            for data, snapshot in zip(receipts, snapshots, strict=True)
-        ),
-        run=first.run,
-        step=first.step,
-        world=first.world,
-    )
-    pinned = any(snapshot.pin for snapshot in snapshots)
-    return Commit(manifest, {key: data for key, (data, _, _) in parts.items()}, pinned)
+        receipts, receipt_parts = self._split_receipts(version, objects)
+        manifest = Manifest(
+            bytes=self._bytes,
+            common=self._common(first, objects),
+            generation=first.generation,
+            index=split.inline,
+            index_parts=tuple(index_parts),
+            launch=first.launch,
+            metrics=first.metrics,
+            parent=first.parent,
+            parts=tuple(sorted(self._parts)),
+            rank_lists=split.rank_lists,
+            receipt_parts=receipt_parts,
+            receipts=receipts,
+            run=first.run,
+            step=first.step,
+            world=first.world,
+        )
+        return Commit(manifest, objects, self._pinned)
 
-
-def _check_belong_together(snapshots: Sequence[Snapshot]) -> None:
-    if not snapshots:
-        raise CoverageError("no receipts")
-    first = snapshots[0]
-    if len(snapshots) != first.world:
-        raise CoverageError(f"{len(snapshots)} receipts for a world of {first.world} ranks")
-    for rank, snapshot in enumerate(snapshots):
+    def _check_belongs(self, rank: int, snapshot: Snapshot) -> None:
+        first = self._first
+        if first is None:
+            first = self._first = snapshot
+            if self._count != first.world:
+                raise CoverageError(f"{self._count} receipts for a world of {first.world} ranks")
         if snapshot.rank != rank:
             raise CoverageError(f"the receipt of rank {rank} says that it is of rank {snapshot.rank}")
-        for field in ("run", "step", "generation", "world", "launch", "parent"):
+        for field in _AGREED:
             mine, theirs = getattr(snapshot, field), getattr(first, field)
             if mine != theirs:
                 raise CoverageError(f"ranks 0 and {rank} disagree on {field}: {theirs!r} and {mine!r}")
 
+    def _common(self, first: Snapshot, objects: dict[str, bytes]) -> ObjectRef | None:
+        if first.world == 1 or self._early:
+            return None
+        common = Common(aliases=self._merge.aliases(self._gathered.by_name), tree=self._merge.tree)
+        return _put(objects, common_key(first.version), encode(common))
 
-def _index(receipts: Sequence[Receipt], snapshots: Sequence[Snapshot]) -> list[IndexEntry]:
-    """What is one value for the whole world, sorted by name. Every tensor that a rank has seen is covered, the rank's
-    own values by the rank itself."""
-    seen: dict[str, tuple[int, TensorEntry, list[IndexPiece]]] = {}
-    for receipt, snapshot in zip(receipts, snapshots, strict=True):
-        rank = snapshot.rank
-        for entry in _checked_layout(receipt, snapshot).tensors:
-            first_rank, first, found = seen.setdefault(entry.name, (rank, entry, []))
-            if _described(entry) != _described(first):
-                raise CoverageError(
-                    f"{entry.name}: rank {first_rank} has {_described(first)}, rank {rank} has {_described(entry)}"
-                )
-            pieces = [IndexPiece(at=p.at, box=p.box, bytes=p.bytes, rank=rank, span=p.span) for p in entry.pieces]
-            if entry.per_rank:
-                check_cover(entry.name, entry.shape, pieces)
-            else:
-                found += pieces
-    entries = [
-        IndexEntry(dtype=first.dtype, name=name, pieces=tuple(pieces), shape=first.shape)
-        for name, (_, first, pieces) in sorted(seen.items())
-        if not first.per_rank
-    ]
-    for indexed in entries:
-        check_cover(indexed.name, indexed.shape, indexed.pieces)
-    return entries
+    def _split_receipts(
+        self, version: Version, objects: dict[str, bytes]
+    ) -> tuple[tuple[ReceiptRef, ...], tuple[ObjectRef, ...]]:
+        refs, each = self._refs, RECEIPTS_INLINE_MAX
+        if len(refs) <= each or self._early:
+            return tuple(refs), ()
+        lists = [ReceiptList(receipts=tuple(refs[start : start + each])) for start in range(0, len(refs), each)]
+        return (), tuple(_put(objects, receipts_key(version, i), encode(part)) for i, part in enumerate(lists))
 
 
-def _described(entry: TensorEntry) -> str:
-    """That in which all ranks must agree on a tensor; of its own value, a rank decides dtype and shape alone."""
-    return "a value of its own" if entry.per_rank else f"{entry.dtype}{list(entry.shape)}"
+def _put(objects: dict[str, bytes], key: str, data: bytes) -> ObjectRef:
+    objects[key] = data
+    return ObjectRef(bytes=len(data), digest=hex_digest(data), key=key)
 
 
-def _checked_layout(receipt: Receipt, snapshot: Snapshot) -> Layout:
-    """A rank's layout, sound in itself and in keeping with the receipt."""
-    layout, shard = decode_layout(snapshot.layout), receipt.shard
+def _prints(
+    layout: Layout, pieces: Sequence[Piece], shard: ShardProof, wanted: set[int] | None
+) -> dict[int, Fingerprint]:
+    """The fingerprints of the shard's pieces, by where they lie; only the ``wanted`` ones where that is given."""
+    if wanted is not None and not wanted:
+        return {}
+    header_blocks = block_count(layout.header_bytes, shard.block_bytes)
+    return fingerprints(pieces, shard.blocks, header_blocks, shard.block_bytes, wanted)
+
+
+def _residents(layout: Layout, shard: ShardProof) -> dict[int, Fingerprint]:
+    return fingerprints(residents_in_slot_order(layout), shard.resident_blocks, 0, shard.block_bytes)
+
+
+def _checked_layout(shard: ShardProof, snapshot: Snapshot) -> tuple[Layout, list[Piece]]:
+    """A rank's layout, sound in itself and in keeping with the receipt, and its pieces in file order."""
+    layout = decode_layout(snapshot.layout)
     try:
         pieces = check_layout(layout)
-        sizes = [layout.header_bytes, *(piece.bytes for piece in pieces)]
-        blocks = sum(block_count(size, shard.block_bytes) for size in sizes)
-        if shard.bytes != layout.shard_bytes or len(shard.blocks) != blocks * DIGEST_BYTES:
-            raise CoverageError("the receipt's size or digests do not fit its layout")
-        if hex_digest(shard.blocks) != shard.digest:
-            raise CoverageError("the receipt's digests do not add up")
+        check_proof_fits(shard, layout, pieces, check_replicas=snapshot.check_replicas)
         if shard.key != shard_key(snapshot.version, snapshot.rank, snapshot.world, shard.attempt):
             raise CoverageError(f"the receipt's shard lies at {shard.key[:200]}, which is not its place")
     except CoverageError as error:
         raise CoverageError(f"rank {snapshot.rank}: {error}") from None
-    return layout
+    return layout, pieces
 
 
-def _split_index(
-    entries: list[IndexEntry], version: Version
-) -> tuple[tuple[IndexEntry, ...] | None, dict[str, tuple[bytes, str, str]]]:
-    """The entries, inline or as parts: key → (bytes, first name, last name)."""
-    sizes = [len(encode(entry)) for entry in entries]
-    if sum(sizes) <= INDEX_INLINE_BYTES_MAX:
-        return tuple(entries), {}
-    parts: dict[str, tuple[bytes, str, str]] = {}
-    start = 0
-    while start < len(entries):
-        stop, size = start, 0
-        while stop < len(entries) and (stop == start or size + sizes[stop] <= INDEX_PART_BYTES_TARGET):
-            size += sizes[stop]
-            stop += 1
-        chunk = entries[start:stop]
-        data = encode(Index(tensors=tuple(chunk)))
-        parts[index_key(version, len(parts))] = (data, chunk[0].name, chunk[-1].name)
-        start = stop
-    return None, parts
+def check_proof_fits(shard: ShardProof, layout: Layout, pieces: Sequence[Piece], *, check_replicas: bool) -> None:
+    """Raise :class:`CoverageError` unless sizes and digests of a receipt fit its layout."""
+    cut = shard.block_bytes
+    blocks = block_count(layout.header_bytes, cut) + sum([-(-piece.bytes // cut) for piece in pieces])
+    residents = residents_in_slot_order(layout) if check_replicas else []
+    resident_blocks = sum(block_count(piece.bytes, cut) for piece in residents)
+    promised = shard.bytes, len(shard.blocks), len(shard.resident_blocks)
+    if promised != (layout.shard_bytes, blocks * DIGEST_BYTES, resident_blocks * DIGEST_BYTES):
+        raise CoverageError("the receipt's size or digests do not fit its layout")
+    if hex_digest(shard.blocks) != shard.digest:
+        raise CoverageError("the receipt's digests do not add up")

@@ -206,13 +206,47 @@ class IndexPiece(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     span: Span | None = None
 
 
-class IndexEntry(msgspec.Struct, kw_only=True, frozen=True):
+class RankRun(msgspec.Struct, frozen=True):
+    """The ranks ``range(start, stop, step)``; ``stop`` is one more than the last of them."""
+
+    start: Rank
+    stop: World
+    step: World
+
+
+class Grid(msgspec.Struct, kw_only=True, frozen=True):
+    """A tensor cut at the multiples of one length in each dimension: every cell is one box, or all of the tensor, on
+    one rank. See :mod:`ckptd.format.grid`."""
+
+    chunks: Shape
+    """How long a cell is in each dimension; the last one may be shorter."""
+    ranks: RankRun | Size
+    """Whose shard holds each cell, in row-major order of the cells: a run, or the number of a list in ``rank_lists`` of
+    the record that the entry lies in."""
+
+
+class IndexEntry(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """A tensor that is one value for the whole world, and where all of its pieces lie."""
 
     dtype: Text
+    grid: Grid | None = None
+    """Where the pieces are a regular grid; then ``pieces`` is empty."""
     name: Text
     pieces: tuple[IndexPiece, ...]
+    """Without empty ones."""
     shape: Shape
+
+
+RankLists = tuple[tuple[Rank, ...], ...]
+"""Lists of ranks that grids name by number."""
+
+
+class ObjectRef(msgspec.Struct, kw_only=True, frozen=True):
+    """An object that a manifest vouches for."""
+
+    bytes: Size
+    digest: Hex
+    key: Text
 
 
 class IndexRef(msgspec.Struct, kw_only=True, frozen=True):
@@ -229,8 +263,27 @@ class Index(Record, kw_only=True, frozen=True):
     """A part of an index, in an object of its own."""
 
     kind: Literal["index"] = _written("index")
+    rank_lists: RankLists = ()
     tensors: tuple[IndexEntry, ...]
     """Sorted by name."""
+
+
+class Common(Record, kw_only=True, frozen=True):
+    """What the state trees of all ranks have in common; see :mod:`ckptd.format.common`."""
+
+    kind: Literal["common"] = _written("common")
+    aliases: dict[Text, Text]
+    """Those of all ranks, without names for which ranks have different tensors."""
+    tree: msgspec.Raw
+    """A state tree, in which ``{"$":"per_rank"}`` stands for what differs."""
+
+
+class ReceiptList(Record, kw_only=True, frozen=True):
+    """A part of a manifest's receipts, in an object of its own."""
+
+    kind: Literal["receipts"] = _written("receipts")
+    receipts: tuple[ReceiptRef, ...]
+    """In order of rank, and without a gap."""
 
 
 class Manifest(Record, kw_only=True, frozen=True):
@@ -242,6 +295,8 @@ class Manifest(Record, kw_only=True, frozen=True):
     kind: Literal["manifest"] = _written("manifest")
     bytes: Size
     """Of all shards together."""
+    common: ObjectRef | None = None
+    """What the state trees have in common; ``None`` where there is one rank."""
     generation: Generation
     index: tuple[IndexEntry, ...] | None
     """Sorted by name; ``None`` where it lies in the objects of ``index_parts``."""
@@ -252,8 +307,12 @@ class Manifest(Record, kw_only=True, frozen=True):
     parent: Parent | None
     parts: tuple[Text, ...]
     """The names at the top of the state, sorted, over all ranks."""
+    rank_lists: RankLists = ()
+    """Of ``index``."""
+    receipt_parts: tuple[ObjectRef, ...] = ()
+    """Where there are more than :data:`ckptd.limits.RECEIPTS_INLINE_MAX` ranks: so many in each, in order of rank."""
     receipts: tuple[ReceiptRef, ...]
-    """One for each rank, in order of rank."""
+    """One for each rank, in order of rank; empty where they lie in ``receipt_parts``."""
     run: Token
     step: Step
     world: World

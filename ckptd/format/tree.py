@@ -27,6 +27,9 @@ EncodeLeaf = Callable[[object, Path], dict[str, Any] | None]
 DecodeLeaf = Callable[[str, dict[str, Any]], object]
 """Called with the tag and the members of each tagged object that this module does not know."""
 
+PER_RANK = "per_rank"
+"""The type of a node in a tree of what ranks have in common, where their values differ. It has no value; decoding hands
+it to ``leaf``, as any type that is not known here. :func:`encode_tree` writes none."""
 _JSON_INTEGER_MAX = 2**53
 _SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "odict", Counter: "counter"}

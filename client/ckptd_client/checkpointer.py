@@ -210,9 +210,7 @@ class Checkpointer:
                 selection=Selection(include, exclude),
                 cast=EVERYTHING if cast is True else Selection(cast or ()),
             )
-            restored = Restorer(
-                self._state, self._agreement, self._root, self._supply, self._scratch, wish
-            ).restore()
+            restored = Restorer(self._state, self._agreement, self._root, self._supply, self._scratch, wish).restore()
         self._open_life(restored.version, fresh=fresh)
         assert self._life is not None
         restored.generation = self._life.generation

@@ -56,9 +56,9 @@ class CommittedCheckpoint:
         scratch: Scratch = lambda _: None,
         each_ranks: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
-        """``memory``: shards of this checkpoint that lie in this node's memory, by rank. ``each_ranks``: for the objects
-        that take over the states of another number of ranks, what each rank saved. Rank 0 proves the manifest. Raises
-        what :class:`CheckpointReader` raises."""
+        """``memory``: shards of this checkpoint that lie in this node's memory, by rank. ``each_ranks``: for the
+        objects that take over the states of another number of ranks, what each rank saved. Rank 0 proves the manifest.
+        Raises what :class:`CheckpointReader` raises."""
         self._memory = dict(memory or {})
         self._scratch = scratch
         self._each_ranks = each_ranks or {}
@@ -124,7 +124,7 @@ class CommittedCheckpoint:
         if own is None:
             pieces = tuple(await self._opened().locate(tensor.name, wanted.region))
         else:
-            pieces = of_rank(own, self.ranks.rank).pieces
+            pieces = of_rank(own, self.ranks.rank).own or ()
         return Want(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, region=wanted.region, pieces=pieces)
 
     async def _verified(

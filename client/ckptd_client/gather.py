@@ -1,4 +1,4 @@
-"""Bringing parts of stored tensors together: what lies in this node's memory is used where it lies, the rest is read."""
+"""Bringing parts of stored tensors together: what is in this node's memory is used where it lies, the rest is read."""
 
 from __future__ import annotations
 

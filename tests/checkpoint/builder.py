@@ -229,7 +229,7 @@ async def write_rank(
 async def commit(run: Run, receipts: Sequence[bytes]) -> Manifest:
     """Prove the receipts and put index and manifest."""
     proved = prove(receipts)
-    for key, data in proved.index_parts.items():
+    for key, data in proved.objects.items():
         await run.backend.put(key, data, if_absent=True)
     await run.backend.put(manifest_key(proved.manifest.version), encode(proved.manifest), if_absent=True)
     return proved.manifest

@@ -9,7 +9,7 @@ import pytest
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.verify import newest_good, verify
 from ckptd.errors import AccessDenied, NoCheckpoint, Unavailable
-from ckptd.format import proof
+from ckptd.format import index
 from ckptd.format.keys import Version
 from ckptd.storage import Backend
 from ckptd_backends.wrappers.base import Wrapper
@@ -29,8 +29,8 @@ Damage = Callable[[Backend, str, str], Awaitable[object]]
 @pytest.fixture
 async def checkpoint(run: Run, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, Version]:
     """Two ranks, an index in two parts."""
-    monkeypatch.setattr(proof, "INDEX_INLINE_BYTES_MAX", 10)
-    monkeypatch.setattr(proof, "INDEX_PART_BYTES_TARGET", 150)
+    monkeypatch.setattr(index, "INDEX_INLINE_BYTES_MAX", 10)
+    monkeypatch.setattr(index, "INDEX_PART_BYTES_TARGET", 150)
     version = Version(10, await open_generation(run, world=2))
     states = [State([tensor(f"m/t{r}", (300, 1000), salt=r), tensor(f"m/s{r}", (3,))], {"rank": r}) for r in range(2)]
     await make_checkpoint(run, version, states, metrics={"loss": 0.5})

@@ -76,7 +76,7 @@ class Reread:
                 dtype=each.tensor.dtype,
                 shape=each.tensor.shape,
                 region=each.region,
-                pieces=of_rank(self._entries[each.tensor.name], 0).pieces,
+                pieces=of_rank(self._entries[each.tensor.name], 0).own or (),
             )
             for each in wanted
         ]

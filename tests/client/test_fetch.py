@@ -241,7 +241,7 @@ async def test_a_forecast_says_what_a_fetch_then_reads(save: Save) -> None:
             for name, shape in shapes.items()
             if shape
         ]
-        + [tensor("o/own", (5,), per_rank=True)]
+        + [Held("o/own", (5,), bytes([rank]) * 20, per_rank=True)]
         for rank in range(3)
     ]
     async with save(ranks) as stored:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ckptd.format.cover import pieces_in_file_order
+from ckptd.format.cover import pieces_in_file_order, resident_start, residents_in_slot_order
 from ckptd.format.digests import digest_blocks, hex_digest
 from ckptd.format.dtypes import ITEM_BYTES, element_count
 from ckptd.format.keys import Version, shard_key
@@ -26,7 +26,8 @@ from ckptd.format.records import (
     TensorEntry,
     encode,
 )
-from ckptd.format.shard import StoredPiece, block_bounds, lay_out
+from ckptd.format.shard import StoredPiece, block_bounds, cut_in_blocks, lay_out
+from ckptd.limits import BLOCK_BYTES_MAX, PAGE_BYTES
 
 RUN = "0123456789abcdef0123456789abcdef"
 EMPTY_TREE = {"$": "dict", "v": []}
@@ -34,13 +35,15 @@ EMPTY_TREE = {"$": "dict", "v": []}
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor as one rank holds it: pieces are where they lie in it, and their bytes."""
+    """A tensor as one rank holds it: pieces are where they lie in it, and their bytes. ``resident``: those in its slot
+    only."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     pieces: Sequence[tuple[Box | Span | None, bytes]] = ()
     per_rank: bool = False
+    resident: Sequence[tuple[Box | Span | None, bytes]] = ()
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Rank:
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     tree: Any = field(default_factory=lambda: EMPTY_TREE)
     attempt: str = "a1"
+    block_bytes: int = BLOCK_BYTES_MAX
+    check_replicas: bool = False
 
     @property
     def version(self) -> Version:
@@ -67,6 +72,11 @@ class Rank:
 
     def stored(self) -> tuple[Layout, bytes]:
         """The layout and the shard's bytes."""
+        layout, slot = self.held()
+        return layout, slot[: layout.shard_bytes]
+
+    def held(self) -> tuple[Layout, bytes]:
+        """The layout and the slot's bytes: the shard, and resident pieces behind it."""
         pieces = [
             StoredPiece(piece_name(held.name, number, len(held.pieces)), held.dtype, _shape(where, held.shape))
             for held in self.tensors
@@ -76,27 +86,42 @@ class Rank:
         shard = bytearray(laid.size_bytes)
         shard[: len(laid.header)] = laid.header
         offsets = iter(laid.offsets)
+        behind = bytearray()
+        start = -(-laid.size_bytes // PAGE_BYTES) * PAGE_BYTES
         entries: list[TensorEntry] = []
         for held in self.tensors:
             found: list[Piece] = []
             for where, data in held.pieces:
                 at = next(offsets)
                 shard[at : at + len(data)] = data
-                box, span = (where, None) if isinstance(where, Box) else (None, where)
-                found.append(Piece(at=at, box=box, bytes=len(data), span=span))
+                found.append(_piece(where, at, data))
+            residents = []
+            for where, data in held.resident:
+                residents.append(_piece(where, start + len(behind), data))
+                behind += data
             entries.append(
                 TensorEntry(
-                    dtype=held.dtype, name=held.name, per_rank=held.per_rank, pieces=tuple(found), shape=held.shape
+                    dtype=held.dtype,
+                    name=held.name,
+                    per_rank=held.per_rank,
+                    pieces=tuple(found),
+                    resident=tuple(residents),
+                    shape=held.shape,
                 )
             )
         layout = Layout(
-            aliases=dict(self.aliases), header_bytes=len(laid.header), shard_bytes=len(shard), tensors=tuple(entries)
+            aliases=dict(self.aliases),
+            header_bytes=len(laid.header),
+            resident_bytes=start + len(behind) if behind else 0,
+            shard_bytes=len(shard),
+            tensors=tuple(entries),
         )
-        return layout, bytes(shard)
+        return layout, bytes(shard).ljust(start if behind else 0, b"\0") + bytes(behind)
 
     def snapshot(self, layout: Layout) -> Snapshot:
         parent = self.parent and Parent(generation=self.parent.generation, step=self.parent.step)
         return Snapshot(
+            check_replicas=self.check_replicas,
             generation=self.generation,
             launch=self.launch,
             layout=msgspec.Raw(encode(layout)),
@@ -111,18 +136,29 @@ class Rank:
         )
 
     def receipt(self) -> bytes:
-        layout, shard = self.stored()
-        bounds = block_bounds(layout.header_bytes, [piece.bytes for piece in pieces_in_file_order(layout)])
-        blocks = digest_blocks(memoryview(shard), bounds)
+        layout, slot = self.held()
+        sizes = [piece.bytes for piece in pieces_in_file_order(layout)]
+        blocks = digest_blocks(memoryview(slot), block_bounds(layout.header_bytes, sizes, self.block_bytes))
+        sizes = [piece.bytes for piece in residents_in_slot_order(layout)] if self.check_replicas else []
+        resident_blocks = digest_blocks(
+            memoryview(slot), cut_in_blocks(resident_start(layout), sizes, self.block_bytes)
+        )
         proof = ShardProof(
             attempt=self.attempt,
+            block_bytes=self.block_bytes,
             blocks=blocks,
-            bytes=len(shard),
+            bytes=layout.shard_bytes,
             checksum="",
             digest=hex_digest(blocks),
             key=shard_key(self.version, self.rank, self.world, self.attempt),
+            resident_blocks=resident_blocks,
         )
         return encode(Receipt(shard=proof, snapshot=msgspec.Raw(encode(self.snapshot(layout)))))
+
+
+def _piece(where: Box | Span | None, at: int, data: bytes) -> Piece:
+    box, span = (where, None) if isinstance(where, Box) else (None, where)
+    return Piece(at=at, box=box, bytes=len(data), span=span)
 
 
 def whole(name: str, dtype: str, shape: tuple[int, ...], *, per_rank: bool = False, seed: int = 1) -> Held:

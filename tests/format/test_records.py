@@ -17,7 +17,9 @@ from ckptd.format import records
 from ckptd.format.keys import GENERATION_MAX, RANK_MAX, STEP_MAX, Version
 from ckptd.format.records import (
     Box,
+    Common,
     GenerationRecord,
+    Grid,
     Index,
     IndexEntry,
     IndexPiece,
@@ -26,9 +28,12 @@ from ckptd.format.records import (
     Lease,
     Manifest,
     Mark,
+    ObjectRef,
     Parent,
     Piece,
+    RankRun,
     Receipt,
+    ReceiptList,
     ReceiptRef,
     Record,
     Run,
@@ -54,6 +59,8 @@ KINDS: list[type[Record]] = [
     Skipped,
     Manifest,
     Index,
+    Common,
+    ReceiptList,
     Mark,
     Lease,
     Tombstone,
@@ -80,17 +87,27 @@ def many(items: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
 
 
 pieces = st.builds(Piece, at=sizes, box=boxes, bytes=sizes, span=spans)
-tensors = st.builds(TensorEntry, dtype=texts, name=texts, per_rank=st.booleans(), pieces=many(pieces), shape=shapes)
+tensors = st.builds(
+    TensorEntry,
+    dtype=texts,
+    name=texts,
+    per_rank=st.booleans(),
+    pieces=many(pieces),
+    resident=many(pieces),
+    shape=shapes,
+)
 layouts = st.builds(
     Layout,
     aliases=st.dictionaries(texts, texts, max_size=3),
     header_bytes=sizes,
+    resident_bytes=sizes,
     shard_bytes=sizes,
     tensors=many(tensors),
 )
 raws = st.sampled_from([b"{}", b"[1,2]", b'{"$":"dict","v":[]}']).map(msgspec.Raw)
 snapshots = st.builds(
     Snapshot,
+    check_replicas=st.booleans(),
     generation=generations,
     launch=texts,
     layout=layouts.map(encode).map(msgspec.Raw),
@@ -106,17 +123,25 @@ snapshots = st.builds(
 proofs = st.builds(
     ShardProof,
     attempt=tokens,
+    block_bytes=st.integers(16, 255).map(lambda pages: 4096 * pages),
     blocks=st.binary(max_size=64),
     bytes=sizes,
     checksum=texts,
     digest=hexes,
     key=texts,
+    resident_blocks=st.binary(max_size=64),
 )
 index_pieces = st.builds(IndexPiece, at=sizes, box=boxes, bytes=sizes, rank=ranks, span=spans)
-entries = many(st.builds(IndexEntry, dtype=texts, name=texts, pieces=many(index_pieces), shape=shapes))
+rank_runs = st.builds(RankRun, ranks, worlds, worlds)
+grids = st.none() | st.builds(Grid, chunks=shapes, ranks=rank_runs | sizes)
+entries = many(st.builds(IndexEntry, dtype=texts, grid=grids, name=texts, pieces=many(index_pieces), shape=shapes))
+rank_lists = many(many(ranks))
+object_refs = st.builds(ObjectRef, bytes=sizes, digest=hexes, key=texts)
+receipt_refs = many(st.builds(ReceiptRef, bytes=sizes, digest=hexes, key=texts, rank=ranks))
 manifests = st.builds(
     Manifest,
     bytes=sizes,
+    common=st.none() | object_refs,
     generation=generations,
     index=st.none() | entries,
     index_parts=many(st.builds(IndexRef, bytes=sizes, digest=hexes, first=texts, key=texts, last=texts)),
@@ -124,7 +149,9 @@ manifests = st.builds(
     metrics=metrics,
     parent=parents,
     parts=many(texts),
-    receipts=many(st.builds(ReceiptRef, bytes=sizes, digest=hexes, key=texts, rank=ranks)),
+    rank_lists=rank_lists,
+    receipt_parts=many(object_refs),
+    receipts=receipt_refs,
     run=tokens,
     step=steps,
     world=worlds,
@@ -145,7 +172,9 @@ RECORDS = st.one_of(
     st.builds(Receipt, shard=proofs, snapshot=snapshots.map(encode).map(msgspec.Raw)),
     st.builds(Skipped, generation=generations, rank=ranks, reason=texts, run=tokens, step=steps),
     manifests,
-    st.builds(Index, tensors=entries),
+    st.builds(Index, rank_lists=rank_lists, tensors=entries),
+    st.builds(Common, aliases=st.dictionaries(texts, texts, max_size=3), tree=raws),
+    st.builds(ReceiptList, receipts=receipt_refs),
     st.builds(Mark, by=texts, mark=st.sampled_from(["verified", "pinned"]), reason=texts, version=versions),
     st.builds(
         Lease,
@@ -163,7 +192,7 @@ def test_records_come_back_equal_and_have_one_spelling(record: Record) -> None:
     data = encode(record)
     back = decode(data, type(record))
     assert encode(back) == data
-    assert back == record or isinstance(record, Snapshot | Receipt)  # raw members compare by identity
+    assert back == record or isinstance(record, Snapshot | Receipt | Common)  # raw members compare by identity
     assert list(json.loads(data))[:2] == ["format", "kind"]
     assert decode(memoryview(data), type(record)) is not None
 

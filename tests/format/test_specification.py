@@ -14,7 +14,9 @@ from ckptd.format.dtypes import ITEM_BYTES, stored_as
 from ckptd.format.keys import GENERATION_MAX, RANK_MAX, STEP_MAX, Version
 from ckptd.format.records import (
     FORMAT,
+    Common,
     GenerationRecord,
+    Grid,
     Index,
     IndexEntry,
     IndexRef,
@@ -22,9 +24,12 @@ from ckptd.format.records import (
     Lease,
     Manifest,
     Mark,
+    ObjectRef,
     Parent,
     Piece,
+    RankRun,
     Receipt,
+    ReceiptList,
     ReceiptRef,
     Run,
     ShardProof,
@@ -74,12 +79,21 @@ def test_tables_have_the_members_of_layouts_and_pieces() -> None:
 def test_sentences_have_the_members_of_the_other_records_in_their_order() -> None:
     order = SECTIONS["snapshot"].split("Order:")[1]
     assert named(order) == members(Snapshot)
-    for section, struct in (("skipped", Skipped), ("mark", Mark), ("lease", Lease), ("tombstone", Tombstone)):
+    for section, struct in (
+        ("skipped", Skipped),
+        ("index", Index),
+        ("receipts", ReceiptList),
+        ("common", Common),
+        ("mark", Mark),
+        ("lease", Lease),
+        ("tombstone", Tombstone),
+    ):
         assert named(SECTIONS[section]) == members(struct)
-    assert named(SECTIONS["index"]) == members(Index)
 
 
-@pytest.mark.parametrize("struct", [ShardProof, TensorEntry, IndexEntry, IndexRef, ReceiptRef, Parent])
+@pytest.mark.parametrize(
+    "struct", [ShardProof, TensorEntry, IndexEntry, Grid, RankRun, IndexRef, ObjectRef, ReceiptRef, Parent]
+)
 def test_objects_inside_records_are_written_out(struct: type[msgspec.Struct]) -> None:
     assert "{" + ", ".join(f'"{name}"' for name in members(struct)) + "}" in TEXT
 
@@ -100,7 +114,7 @@ def test_every_type_of_the_state_tree_is_there() -> None:
     table = {
         name for row in re.findall(r"(?m)^\| (`.*?) \|", SECTIONS["State tree"]) for name in re.findall(r"`(.+?)`", row)
     }
-    elsewhere = {"tensor", "ndarray", "npscalar", "enum", "codec"} | {
+    elsewhere = {"tensor", "ndarray", "npscalar", "enum", "codec", tree.PER_RANK} | {
         name for name in table if name.startswith("torch.")
     }
     assert table - {"$"} == tree._TAGS | elsewhere
@@ -119,7 +133,8 @@ def test_limits_are_those_of_the_code() -> None:
         (limits.MANIFEST_BYTES_MAX // limits.MIB, "| manifest | 64 MiB |"),
         (limits.SMALL_RECORD_BYTES_MAX // limits.MIB, "mark, lease, tombstone | 1 MiB |"),
         (limits.INDEX_INLINE_BYTES_MAX // limits.KIB, "at most 256 KiB, else in parts"),
-        (limits.INDEX_PART_BYTES_TARGET // limits.MIB, "as have together at most 4 MiB"),
+        (limits.INDEX_PART_BYTES_TARGET // limits.MIB, "with the lists that they name, at most 4 MiB"),
+        (limits.RECEIPTS_INLINE_MAX, "inside up to 256 ranks, else that many in each part"),
         (limits.BLOCK_BYTES_MAX, "absent means 1,048,576"),
         (limits.BLOCK_BYTES_MIN, "a multiple of 4,096 from 65,536 to"),
         (limits.BLOCK_BYTES_WRITTEN, "ckptd writes blocks of 131,072 bytes"),
@@ -145,6 +160,8 @@ def test_keys_are_those_of_the_table() -> None:
         keys.shard_key(version, 1, 2, "token"),
         keys.receipt_key(version, 1, 2),
         keys.index_key(version, 4),
+        keys.receipts_key(version, 4),
+        keys.common_key(version),
         keys.manifest_key(version),
         keys.mark_key(version, "pinned", "token"),
         keys.tombstone_key(version),

@@ -1,8 +1,10 @@
-"""Writes the golden directories: ``python -m tests.golden.write --regenerate``.
+"""Writes the golden directories: ``python -m tests.golden.write --regenerate v1_any_layout``.
 
-May be run only for a format version that no release has written yet. After a release its folder is never touched again,
-whatever the code has become: what readers of that version must be able to read lies there. A new format version, or a
-new case, gets a new folder; an old one is not edited to make a test pass.
+May be run only for a folder that no release has written yet; name it. After a release its folder is never touched
+again, whatever the code has become: what readers of that version must be able to read lies there. A new format version,
+or a new case, gets a new folder; an old one is not edited to make a test pass.
+
+``v1`` is what the first release wrote, ``v1_any_layout`` what came with grids, resident pieces and common trees.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ckptd.format import proof
+from ckptd.format import index, proof
 from ckptd.format.digests import hex_digest
 from ckptd.format.dtypes import ITEM_BYTES
 from ckptd.format.keys import RUN as RUN_KEY
@@ -45,21 +47,24 @@ from ckptd.format.records import (
 from ckptd.format.tree import encode_tree
 from tests.format.saved import RUN, Held, Rank, whole
 
-FOLDER = Path(__file__).parent / "v1"
+FOLDER = Path(__file__).parent
+EARLY = "v1"
 SMALL_INDEX = {"INDEX_INLINE_BYTES_MAX": 200, "INDEX_PART_BYTES_TARGET": 400}
-"""Limits under which the case ``index_in_parts`` was written, so that it is small."""
+"""Limits under which the cases ``index_in_parts`` and ``large_world`` were written, so that they are small."""
+SMALL_LISTS = {"RECEIPTS_INLINE_MAX": 2}
+"""The same for ``large_world``."""
 
 Files = dict[str, bytes]
 
 
-def committed(ranks: Sequence[Rank]) -> Files:
-    """All objects of one committed checkpoint."""
+def committed(ranks: Sequence[Rank], *, early: bool = True) -> Files:
+    """All objects of one committed checkpoint. ``early``: as the first release wrote it."""
     version, world = ranks[0].version, len(ranks)
     receipts = [rank.receipt() for rank in ranks]
     files = {shard_key(version, rank.rank, world, rank.attempt): rank.stored()[1] for rank in ranks}
     files |= {receipt_key(version, rank.rank, world): receipt for rank, receipt in zip(ranks, receipts, strict=True)}
-    commit = prove(receipts)
-    return {**files, **commit.index_parts, manifest_key(version): encode(commit.manifest)}
+    commit = prove(receipts, early=early)
+    return {**files, **commit.objects, manifest_key(version): encode(commit.manifest)}
 
 
 def opened(generation: int, world: int = 1, opened_from: Version | None = None) -> Files:
@@ -202,7 +207,7 @@ def spans() -> Files:
 
 def index_in_parts() -> Files:
     """An index that is too large for the manifest."""
-    with mock.patch.multiple(proof, **SMALL_INDEX):
+    with mock.patch.multiple(index, **SMALL_INDEX):
         return {**opened(1), **committed([Rank([whole(f"w{i}", "uint8", (i,)) for i in range(12)])])}
 
 
@@ -222,16 +227,86 @@ def around() -> Files:
     return files
 
 
-CASES = {made.__name__: made for made in (one_rank, two_ranks, spans, index_in_parts, around)}
+def _cut(data: bytes, columns: int, box: Box) -> bytes:
+    """A box of a matrix of bytes."""
+    (top, left), (height, width) = box.offsets, box.lengths
+    return b"".join(data[row * columns + left : row * columns + left + width] for row in range(top, top + height))
+
+
+def _mesh_rank(rank: int) -> Rank:
+    """One of six ranks: a mesh of 3 by 2, over which a 5 by 7 matrix is cut both ways; a parameter that all hold and
+    rank 4 owns; values of each rank's own, of which one is equal on all."""
+    shape, data = (5, 7), bytes(range(35))
+    row, column = divmod(rank, 2)
+    box = Box((2 * row, 4 * column), (min(2, 5 - 2 * row), min(4, 7 - 4 * column)))
+    # The other way round: the first dimension over the pairs, the second over the triples.
+    turned = Box((3 * column, 3 * row), (min(3, 5 - 3 * column), min(3, 7 - 3 * row)))
+    shared = whole("model/norm", "bfloat16", (5,), seed=9)
+    held = [
+        Held("model/w", "uint8", shape, [(box, _cut(data, 7, box))]),
+        Held("model/turned", "int8", shape, [(turned, _cut(data, 7, turned))]),
+        shared if rank == 4 else Held("model/norm", "bfloat16", (5,), resident=shared.pieces),
+        whole("model/scale", "float32", (), per_rank=True),
+        whole("rng/cpu", "uint8", (5,), per_rank=True, seed=rank),
+        Held("model/odd", "uint8", (6,), [(Span(rank, rank + 1), b"x")]),
+    ]
+    if rank in (1, 2):
+        held.append(whole("model/twice", "int16", (3,)))
+    tree = {
+        "model": {"w": _Node(tensor("model/w")), "layers": [1, (2, rank), None], f"of {rank % 2}": rank % 2},
+        "rng": {"cpu": _Node(tensor("rng/cpu")), "seed": rank},
+    }
+    return Rank(
+        held,
+        rank=rank,
+        world=6,
+        parts=("model", "rng"),
+        aliases={"model/tied": "model/w", "model/mine": "model/w" if rank else "model/norm"},
+        tree=_tree(tree),
+        block_bytes=65536,
+        check_replicas=True,
+    )
+
+
+def mesh() -> Files:
+    """Grids with a run and with a list of ranks, ranges that are no grid, a part that two ranks saved, resident pieces,
+    equal and different values of the ranks' own, and what their trees have in common."""
+    return {**opened(1, world=6), **committed([_mesh_rank(rank) for rank in range(6)], early=False)}
+
+
+def fine_blocks() -> Files:
+    """One rank with blocks of 64 KiB; its own values are the world's."""
+    held = [whole("model/w", "uint8", (65536 + 1,)), whole("rng/torch", "uint8", (16,), per_rank=True)]
+    return {**opened(1), **committed([Rank(held, parts=("model", "rng"), block_bytes=65536)], early=False)}
+
+
+def large_world() -> Files:
+    """More ranks than a manifest lists, and an index in parts with lists of ranks."""
+    world = 5
+    ranks = [
+        Rank(
+            [Held(f"w{i}", "uint8", (world,), [(Box(((rank + i) % world,), (1,)), bytes([rank]))]) for i in range(6)],
+            rank=rank,
+            world=world,
+        )
+        for rank in range(world)
+    ]
+    with mock.patch.multiple(index, **SMALL_INDEX), mock.patch.multiple(proof, **SMALL_LISTS):
+        return {**opened(1, world=world), **committed(ranks, early=False)}
+
+
+CASES = {f"{EARLY}/{made.__name__}": made for made in (one_rank, two_ranks, spans, index_in_parts, around)}
+CASES |= {f"v1_any_layout/{made.__name__}": made for made in (mesh, fine_blocks, large_world)}
 
 
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--regenerate", action="store_true", required=True, help="yes, overwrite them")
-    parser.parse_args()
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    for name, make in CASES.items():
+    folders = sorted({name.split("/")[0] for name in CASES})
+    parser.add_argument("--regenerate", required=True, choices=folders, help="overwrite it")
+    folder: str = parser.parse_args().regenerate
+    shutil.rmtree(FOLDER / folder, ignore_errors=True)
+    for name, make in ((name, make) for name, make in CASES.items() if name.startswith(f"{folder}/")):
         for key, data in make().items():
             path = FOLDER / name / key
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,8 @@ def node_at(tree: Any, name: str) -> Any | None:
 def _children(node: Any) -> list[tuple[str, Any]]:
     try:
         if isinstance(node, list):
-            return [(element(i), child) for i, child in enumerate(cast("list[Any]", node))]
+            elements: list[Any] = node
+            return [(element(i), child) for i, child in enumerate(elements)]
         if not isinstance(node, dict):
             return []
         members = cast("dict[str, Any]", node)

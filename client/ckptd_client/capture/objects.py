@@ -44,13 +44,15 @@ class ObjectSource(Source):
         where = join(self._path)
         if not restoring.selection.takes(where):
             return
-        if restoring.contents.missing_here(saved) is not None and isinstance(self._thing, Reshapes):
-            saved = self._reshaped(self._thing, where, saved, restoring)
+        if restoring.contents.missing_here(saved) is not None:
+            saved = self._reshaped(where, saved, restoring)
         restoring.load(where, saved, self._thing.state_dict, self._thing.load_state_dict)
 
-    def _reshaped(self, thing: Reshapes, where: str, saved: object, restoring: Restoring) -> object:
+    def _reshaped(self, where: str, saved: object, restoring: Restoring) -> object:
         """What the object makes of the states of another number of ranks; where it cannot, ``saved``, and a note."""
-        ranks = restoring.contents.ranks
+        ranks, thing = restoring.contents.ranks, self._thing
+        if not isinstance(thing, Reshapes):
+            return saved
         try:
             states = restoring.contents.of_each_rank(where)
             if states is None:

@@ -246,9 +246,7 @@ def refuse_unexpected(names: Sequence[str]) -> None:
         raise _misfit((), names, ())
 
 
-def _misfit(
-    missing: Sequence[str], unexpected: Sequence[str], mismatches: Sequence[tuple[str, str]]
-) -> MismatchError:
+def _misfit(missing: Sequence[str], unexpected: Sequence[str], mismatches: Sequence[tuple[str, str]]) -> MismatchError:
     kinds = {
         "missing from the checkpoint": missing,
         "unexpected in the checkpoint": unexpected,

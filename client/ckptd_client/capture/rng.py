@@ -67,7 +67,9 @@ def _for_this_rank(saved: Any, ranks: Ranks) -> tuple[dict[str, Any], list[str]]
 
 
 def _holds_per_rank(value: Any) -> bool:
-    return isinstance(value, PerRank) or (isinstance(value, list | tuple) and any(map(_holds_per_rank, value)))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_per_rank, cast("list[Any]", value)))
+    return isinstance(value, PerRank)
 
 
 def _derived(kind: str, ranks: Ranks) -> Any:
@@ -81,7 +83,7 @@ def _derived(kind: str, ranks: Ranks) -> Any:
             version, words, gauss_next = random.Random(seed).getstate()
             return version, _packed(words), gauss_next
         case "numpy":
-            state = np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32]).get_state(legacy=True)
+            state: Any = np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32]).get_state(legacy=True)
             return state[0], _packed(state[1]), int(state[2]), int(state[3]), float(state[4])
         case "torch":
             return _bytes(torch.Generator().manual_seed(seed).get_state())

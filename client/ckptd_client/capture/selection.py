@@ -8,8 +8,8 @@ from fnmatch import translate
 
 
 def patterns(found: Iterable[str]) -> re.Pattern[str]:
-    """What matches the names that any of these shell-like patterns stands for: ``*`` is any text, a ``/`` in it too, and
-    a pattern stands for everything below what it matches."""
+    """What matches the names that any of these shell-like patterns stands for: ``*`` is any text, a ``/`` in it too,
+    and a pattern stands for everything below what it matches."""
     texts = [text for pattern in found for text in (translate(pattern), translate(pattern.rstrip("/") + "/*"))]
     return re.compile("|".join(texts) if texts else r"(?!)")
 

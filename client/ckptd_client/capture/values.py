@@ -30,8 +30,9 @@ def merge(live: object, saved: object, path: Path, restoring: Restoring, find: F
     if source is not None:
         source.prepare(saved, restoring)
         return lambda: live
-    inside = isinstance(saved, dict | list | tuple) and isinstance(live, dict | list | tuple)
-    if not inside and not (restoring.selection.takes(where) and restoring.can_be_had(where, saved)):
+    if not (_is_container(live) and _is_container(saved)) and not (
+        restoring.selection.takes(where) and restoring.can_be_had(where, saved)
+    ):
         return lambda: live
     match live, saved:
         case torch.Tensor(), SavedTensor():
@@ -57,6 +58,10 @@ def merge(live: object, saved: object, path: Path, restoring: Restoring, find: F
             restoring.loaded.append(where)
             restoring.contents.want_all(saved)
             return lambda: restoring.contents.value(saved)
+
+
+def _is_container(value: object) -> bool:
+    return isinstance(value, dict | list | tuple)
 
 
 def _merge_tensor(live: torch.Tensor, saved: SavedTensor, where: str, restoring: Restoring) -> Build:
