@@ -30,8 +30,7 @@ def node_at(tree: Any, name: str) -> Any | None:
 def _children(node: Any) -> list[tuple[str, Any]]:
     try:
         if isinstance(node, list):
-            elements: list[Any] = node
-            return [(element(i), child) for i, child in enumerate(elements)]
+            return [(element(i), child) for i, child in enumerate(cast("list[object]", node))]
         if not isinstance(node, dict):
             return []
         members = cast("dict[str, Any]", node)
