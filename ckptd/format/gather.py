@@ -68,20 +68,19 @@ class Gathered:
                 if known.comparable(prints[piece.at]):
                     check_same(entry.name, part, (first, known), (rank, prints[piece.at]))
 
-    def questions(self) -> dict[int, set[str]]:
-        """Rank → the tensors for which its receipt is to be looked at again, by :meth:`answer`; empty in the end."""
-        asked: dict[int, set[str]] = defaultdict(set)
-        for name, found in self.by_name.items():
+    def questions(self) -> list[int]:
+        """The ranks whose receipts are to be looked at again, each once, by :meth:`answer`; none in the end."""
+        asked: set[int] = set()
+        for found in self.by_name.values():
             if isinstance(found, _Shared):
-                for rank in found.questions(self._trails):
-                    asked[rank].add(name)
-        return dict(asked)
+                asked.update(found.questions(self._trails))
+        return sorted(asked)
 
-    def answer(self, rank: int, names: set[str], layout: Layout, prints: Prints) -> None:
-        """What the receipt of a rank says of these tensors."""
+    def answer(self, rank: int, layout: Layout, prints: Prints) -> None:
+        """The layout of a rank again, with the fingerprints of all its pieces."""
         for entry in layout.tensors:
             found = self.by_name.get(entry.name)
-            if entry.name in names and isinstance(found, _Shared):
+            if isinstance(found, _Shared):
                 found.answer(rank, entry, prints)
 
     def indexed(self) -> list[Indexed]:
@@ -137,8 +136,10 @@ class _Shared:
         self._trail = -1
         self._chunks: Shape = ()
         self._counts: Shape = ()
-        self._missing: set[int] = set()
+        self._missing: frozenset[int] = frozenset()
         """Ranks whose pieces were on a trail that turned out to lead nowhere."""
+        self._found = 0
+        """For how many of them the pieces have been looked up."""
         self._doubles: dict[Part, list[int]] | None = None
         """Parts that several ranks have saved."""
         self._answers: dict[tuple[Part, int], Fingerprint] = {}
@@ -177,11 +178,11 @@ class _Shared:
         self._pieces, self._chunks, self._counts = [], chunks, counts
 
     def _leave_trail(self, trails: Trails) -> None:
-        self._missing = {rank for ranks in trails.walk(self._trail).holders.values() for rank in ranks}
+        self._missing = trails.ranks(self._trail)
         self._trail = -1
 
     def questions(self, trails: Trails) -> Iterable[int]:
-        if self._missing:
+        if self._found < len(self._missing):
             return self._missing
         if self._doubles is None:
             self._doubles = {} if self._early else self._doubled(trails)
@@ -202,14 +203,16 @@ class _Shared:
         return {part: sorted(ranks) for part, ranks in holders.items() if len(set(ranks)) == len(ranks) > 1}
 
     def answer(self, rank: int, entry: TensorEntry, prints: Prints) -> None:
-        if rank in self._missing:
-            self._missing.discard(rank)
+        if self._doubles is None:
+            if rank not in self._missing:
+                return
+            self._found += 1
             there = {piece.at for piece in self._pieces if piece.rank == rank}
             self._pieces += [_index_piece(p, rank) for p in entry.pieces if p.bytes and p.at not in there]
             return
-        for piece in entry.pieces:
+        for piece in entry.pieces if self._doubles else ():
             part = part_of(piece, entry.shape)
-            if self._doubles and part in self._doubles:
+            if part in self._doubles:
                 self._answers[part, rank] = prints[piece.at]
 
     def indexed(self, name: str, trails: Trails) -> Indexed:
