@@ -97,8 +97,7 @@ def check_box_cover(name: str, wanted: Box, held: list[tuple[Box, int]]) -> None
     _check_disjoint(name, wanted.lengths, held)
     found = sum(element_count(box.lengths) for box, _ in held)
     if found != element_count(wanted.lengths):
-        ranks = sorted({rank for _, rank in held})
-        raise CoverageError(f"{name}: {found} of the elements of {wanted.offsets}+{wanted.lengths} are on {ranks[:16]}")
+        raise not_covered(name, wanted.lengths, found, sorted({rank for _, rank in held}))
 
 
 def clipped(box: Box, inside: Box) -> Box | None:
