@@ -138,6 +138,8 @@ class _Shared:
         self._counts: Shape = ()
         self._missing: frozenset[int] = frozenset()
         """Ranks whose pieces were on a trail that turned out to lead nowhere."""
+        self._left_at = -1
+        """The rank that left it, some of whose pieces may not have been on it."""
         self._found = 0
         """For how many of them the pieces have been looked up."""
         self._doubles: dict[Part, list[int]] | None = None
@@ -157,7 +159,7 @@ class _Shared:
                 if cell is not None:
                     self._trail = trails.step(self._trail, rank, cell)
                     continue
-                self._leave_trail(trails)
+                self._missing, self._left_at, self._trail = trails.ranks(self._trail), rank, -1
             self._pieces.append(_index_piece(piece, rank))
             if len(self._pieces) == self._try_at and not self._early:
                 self._try_at *= 2
@@ -176,10 +178,6 @@ class _Shared:
         for cell, (_, rank) in zip(cells, held, strict=True):
             self._trail = trails.step(self._trail, rank, cell or 0)
         self._pieces, self._chunks, self._counts = [], chunks, counts
-
-    def _leave_trail(self, trails: Trails) -> None:
-        self._missing = trails.ranks(self._trail)
-        self._trail = -1
 
     def questions(self, trails: Trails) -> Iterable[int]:
         if self._found < len(self._missing):
@@ -207,7 +205,7 @@ class _Shared:
             if rank not in self._missing:
                 return
             self._found += 1
-            there = {piece.at for piece in self._pieces if piece.rank == rank}
+            there = {piece.at for piece in self._pieces if piece.rank == rank} if rank == self._left_at else ()
             self._pieces += [_index_piece(p, rank) for p in entry.pieces if p.bytes and p.at not in there]
             return
         for piece in entry.pieces if self._doubles else ():

@@ -67,7 +67,7 @@ def test_every_part_counts_once_of_itself() -> None:
     assert [(piece.rank, piece.span) for piece in listed.pieces] == [(0, Span(0, 3)), (1, Span(3, 8))]
 
 
-def test_r114_different_values_of_the_same_part_are_refused() -> None:
+def test_different_values_of_the_same_part_are_refused() -> None:
     refused(
         world([part(None, b"12345678")], [SEEN], [part(None, b"12345679")]), "w: ranks 0 and 2 hold different values"
     )
@@ -393,7 +393,7 @@ def test_the_common_record_is_vouched_for_and_one_rank_has_none() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_r112_rows_over_any_number_of_ranks_are_a_grid(seed: int) -> None:
+def test_uneven_rows_over_any_number_of_ranks_are_a_grid(seed: int) -> None:
     order = random.Random(seed)
     for rows, ranks in itertools.product(range(1, 10), range(1, 7)):
         each = -(-rows // ranks)
