@@ -74,9 +74,8 @@ class Holdings:
         if known is not None:
             return _plain(tensor, known)
         parameter = self._parameter_of(name)
-        if parameter is not None:
-            return _state_part(tensor, parameter)
-        return _plain(tensor, Known(self._declared_ranks(name)))
+        part = _plain(tensor, Known()) if parameter is None else _state_part(tensor, parameter)
+        return replace(part, replicas=self._declared_ranks(name)) if part.whole and not part.replicas else part
 
     def parameter(self, name: str, tensor: torch.Tensor, flat: Flat | None = None) -> Parameter:
         """A parameter, whether or not it has state yet; or one of several in a flat one, the range ``flat`` of it."""
