@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,7 +32,8 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """One layer."""
         y: torch.Tensor = self.down(torch.relu(self.norm(self.up(x))))
-        return y * self.scale
+        scale = self.scale.to_local() if isinstance(self.scale, DTensor) else self.scale
+        return y * scale
 
 
 def _stack(width: int, layers: int, **options: Any) -> nn.Sequential:
@@ -189,7 +190,7 @@ class ParallelTraining:
                 for part in parts:
                     if field in state.get(part, {}):
                         start = (part.data_ptr() - flat._local_shard.data_ptr()) // part.element_size()
-                        shard[start : start + part.numel()] = state[part][field]
+                        shard[start : start + part.numel()] = state[part][field].flatten()
                 trained = {name: value for name, value in _split(module, shard).items() if value.any()}
                 found |= {f"optimizer/state/{prefix}{name}/{field}": value for name, value in trained.items()}
                 found |= {f"optimizer/state/{prefix}{name}/step": torch.tensor(float(self.steps)) for name in trained}

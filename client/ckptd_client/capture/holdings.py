@@ -127,7 +127,8 @@ def _state_part(tensor: torch.Tensor, parameter: Parameter) -> Part:
         return Part(local, shape, None, None, of.replicas)
     if not tensor.dim():
         return Part(local, shape, None, None, parameter.everyone)
-    held = (of.span.stop - of.span.start,) if of.span is not None else tuple(of.local.shape)
-    if of.more or shape != held:
+    if of.span is not None and tensor.is_contiguous() and tensor.numel() == of.span.stop - of.span.start:
+        return replace(of, local=local.view(-1)) if tensor.numel() else holds_nothing(local, of.shape)
+    if of.span is not None or of.more or shape != tuple(of.local.shape):
         return Part(local, shape, None, None, ())
     return replace(of, local=local) if tensor.numel() else holds_nothing(local, of.shape)

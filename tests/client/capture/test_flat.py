@@ -75,7 +75,7 @@ def put_together(states: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_r111_flat_shards_with_padding_are_saved_as_the_tensors_that_they_hold(world: int) -> None:
-    """Tensors of 7, 13 and 15 elements, padded to four, cut through wherever it falls: every element of every moment."""
+    """Tensors of 7, 13 and 15 elements, padded to four, cut through anywhere: every element of every moment."""
     moments = {"exp_avg": values(1), "exp_avg_sq": values(2)}
     states = [
         {"zero": {field: partition(rank, world, of_it) for field, of_it in moments.items()}} for rank in range(world)
@@ -112,9 +112,8 @@ def test_r111_the_state_of_a_flat_parameter_is_taken_apart_likewise() -> None:
         assert torch.equal(whole, flat[starts[name] : starts[name] + len(whole)])
         assert capture.parts[f"master/{name}"].shape == shape
     members = [dict(msgspec.json.decode(capture.tree)["v"])["optimizer"] for capture in captures]
-    assert [dict(of_it["v"])["members"] for of_it in members] == [
-        {"$": "dict", "v": [["a", 0], ["b", 0], ["c", 0]]}
-    ] * 3
+    in_group = {"$": "dict", "v": [["a", 0], ["b", 0], ["c", 0]]}
+    assert [dict(of_it["v"])["members"] for of_it in members] == [in_group] * 3
     assert all(leaf.fenced for capture in captures for leaf in capture.leaves)
     assert not any(capture.aliases for capture in captures)  # what the ranges have in common is saved with each
 
