@@ -169,7 +169,8 @@ def test_stop_ends_where_a_source_has_nothing_left() -> None:
 
 def test_drop_ends_with_the_last_source() -> None:
     start = Start({"web": Sequences(WEB), "code": Sequences(CODE)}, 1, 4, exhausted="drop")
-    assert sorted(start.train(100, iterations=1)) == sorted([*in_order(CODE), *in_order(WEB)])
+    for _ in range(2):
+        assert sorted(start.train(100, iterations=1)) == sorted([*in_order(CODE), *in_order(WEB)])
 
 
 def test_repeat_does_not_end_and_counts_passes() -> None:
@@ -189,6 +190,19 @@ def test_what_is_less_than_a_sample_for_each_rank_comes_first_after_the_end() ->
     first = start.train(100, iterations=1)
     assert first == in_order(CODE)[:12]
     assert start.train(100, iterations=1) == ["c12", *in_order(CODE)[:11]]
+
+
+def test_a_step_may_be_larger_than_a_pass() -> None:
+    start = Start({"code": Sequences(CODE)}, 1, 20)
+    assert [start.train(9, iterations=1) for _ in range(3)] == [in_order(CODE)] * 3
+
+
+def test_a_source_that_joins_late_owes_no_passes() -> None:
+    old = Start({"code": Sequences(CODE)}, 1, 4)
+    old.train(100, iterations=3)
+    new = Start({"code": Sequences(CODE), "web": Sequences(WEB)}, 1, 4, exhausted="drop")
+    new.restore(old.states)
+    assert sorted(new.train(100, iterations=1)) == sorted([*in_order(CODE), *in_order(WEB)])
 
 
 def test_the_end_is_a_position_like_any_other() -> None:
