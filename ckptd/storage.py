@@ -76,7 +76,7 @@ class Source(Protocol):
 class ReleasableSource(Source, Protocol):
     """A source that holds only what is being read of it, and so takes less memory than the object."""
 
-    def release(self, start: int, stop: int) -> None:
+    def stored(self, start: int, stop: int) -> None:
         """The store has ``view[start:stop]``: until ``ready`` is awaited for it again, it may change."""
         ...
 

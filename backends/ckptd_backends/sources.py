@@ -40,10 +40,10 @@ def source_of(data: bytes | memoryview | Source) -> Source:
     return Whole(data) if isinstance(data, bytes | bytearray | memoryview) else data
 
 
-def release(source: Source, part: Part) -> None:
+def stored(source: Source, part: Part) -> None:
     """Tell a source that can make use of it that a part has been stored."""
     if isinstance(source, ReleasableSource):
-        source.release(part.start, part.stop)
+        source.stored(part.start, part.stop)
 
 
 def byte_view(out: memoryview) -> memoryview:

@@ -99,7 +99,7 @@ class Filling:
             raise Abandoned("the slot was voided")
         self._data[start:stop] = self._final[start:stop]
 
-    def release(self, start: int, stop: int) -> None:
+    def stored(self, start: int, stop: int) -> None:
         self._data[start:stop] = bytes(stop - start)  # whoever reads it now, reads something else
 
     async def complete(self) -> None:

@@ -110,10 +110,10 @@ async def open_tiers(backends: Sequence[Backend], *, create: bool = False) -> Ti
         raise ConfigError(f"the tiers are of different runs: {held}", hint="give each run roots of its own")
     if not ids and (silent or not create):
         raise next(iter([*silent.values(), *absent]))
-    run_id = next(iter(ids.values()), "") or token()
+    known, run_id = bool(ids), next(iter(ids.values()), "") or token()
     if create:
-        for backend in reversed([backend for backend in backends if backend.url not in silent]):
-            run_id = await put_run_id(backend, run_id, sure=bool(ids))
+        for backend in reversed([each for each in backends if each.url not in {**ids, **silent}]):
+            run_id = await put_run_id(backend, run_id, sure=known)
             ids[backend.url] = run_id
     for url, error in silent.items():
         log.warning("%s is passed over for now: %s", url, first_line(error))

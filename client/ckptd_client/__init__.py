@@ -10,5 +10,6 @@ from ckptd_client.data import ResumableLoader
 from ckptd_client.reader import open_checkpoint
 from ckptd_client.restore import Restored
 from ckptd_client.save import Save
+from ckptd_client.tiers import Tier
 
-__all__ = ["Checkpointer", "Keep", "Restored", "ResumableLoader", "Save", "open_checkpoint", "register_codec"]
+__all__ = ["Checkpointer", "Keep", "Restored", "ResumableLoader", "Save", "Tier", "open_checkpoint", "register_codec"]

@@ -134,14 +134,6 @@ async def from_storage(
     return Proven(found.snapshot, found.layout, out, "storage")
 
 
-async def mark_verified(root: Root, version: Version) -> None:
-    """All ranks have read and verified it: retention counts it as restorable."""
-    async with root.visit() as backend:
-        run = await Run.open(backend)
-        if not any(mark.mark == "verified" for mark in await run.marks(version)):
-            await run.add_mark(version, "verified", by=root.holder, reason="restored by all ranks")
-
-
 def _anonymous(size_bytes: int) -> memoryview:
     # Private, as first touches of shared memory cost half as much again.
     return memoryview(mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))[:size_bytes]

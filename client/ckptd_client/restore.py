@@ -1,45 +1,31 @@
 """Restore: agree on the newest checkpoint that all ranks can have, prove it, vote, and only then touch the live state.
 
-A rank reads its own shard, from memory where the daemon still holds it, else from storage. Whatever fails to verify on
-any rank sends all ranks to the next older checkpoint, and the report says why. What the store cannot tell is an error,
-never "nothing".
+A rank reads its own shard, from memory where the daemon still holds it, else from the nearest tier that has it sound.
+What fails to verify on a rank in every tier sends all ranks to the next older checkpoint, and the report says why. What
+no store can tell is an error, never "nothing".
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptd.checkpoint.run import Run
-from ckptd.checkpoint.selectors import Selector, choose, spoken
-from ckptd.errors import (
-    CkptdError,
-    FormatError,
-    IntegrityError,
-    NoCheckpoint,
-    NotFound,
-    ShortRead,
-    from_fields,
-    to_fields,
-)
+from ckptd.checkpoint.selectors import Selector, spoken
+from ckptd.errors import CkptdError, IntegrityError, NoCheckpoint, from_fields, to_fields
 from ckptd.format.keys import Version, parse_version
 from ckptd_client.agreement import Agreement
 from ckptd_client.blocking import run_blocking
 from ckptd_client.capture import Prepared, Report, State
-from ckptd_client.proven import MemoryOffers, Source, from_memory, from_storage, mark_verified
+from ckptd_client.nearest import UNPROVEN, Found, candidates, from_nearest, mark_verified, run_in
+from ckptd_client.proven import MemoryOffers, Proven, Source, from_memory, from_storage
 from ckptd_client.roots import Root
 
 CANDIDATES_MAX = 16
 """So many checkpoints, newest first, are tried before a restore gives up."""
 
 _log = logging.getLogger(__name__)
-_UNPROVEN = (IntegrityError, FormatError, NotFound, NoCheckpoint, ShortRead)
-"""What sends a restore on to an older checkpoint. Anything else is either a mismatch with the live state, which an
-older one would share, or the store not being able to tell."""
-
 
 NOTHING = Report((), (), (), (), ())
 
@@ -59,6 +45,8 @@ class Restored:
     """What was loaded, missing, unexpected, skipped and why; newer checkpoints that did not verify are notices."""
     values: Mapping[str, object] = field(default_factory=dict[str, object])
     """The checkpoint's whole state tree as plain values, with a reference where it has a tensor."""
+    tier: str = ""
+    """The URL of the tier that this rank has read; empty where it came from memory."""
 
 
 class Restorer:
@@ -68,13 +56,13 @@ class Restorer:
         self,
         state: State,
         agreement: Agreement,
-        root: Root,
+        roots: Sequence[Root],
         offers: MemoryOffers,
         scratch: Callable[[int], memoryview | None],
     ) -> None:
         self._state = state
         self._agreement = agreement
-        self._root = root
+        self._roots = roots
         self._offers = offers
         self._scratch = scratch
         self._run_id = ""
@@ -85,16 +73,16 @@ class Restorer:
         passed_over: list[str] = []
         for text in candidates:
             version = parse_version(text)
-            prepared, source, vote = self._prepare(version, strict)
+            prepared, source, read_from, vote = self._prepare(version, strict)
             refusals = self._agreement.decide("vote", vote, _refusals)
             if not refusals:
                 assert prepared is not None
                 self._apply(prepared)
-                if source == "storage" and self._agreement.rank == 0:
-                    with contextlib.suppress(CkptdError):  # a store that is read-only to us restores all the same
-                        run_blocking(mark_verified(self._root, version))
-                report = replace(prepared.report, notices=(*passed_over, *prepared.report.notices))
-                return Restored(version.step, source, 0, version, report, prepared.values)
+                mark_verified(self._agreement, self._roots, read_from.root if read_from else None, version)
+                nearer = read_from.passed_over if read_from else ()
+                report = replace(prepared.report, notices=(*passed_over, *nearer, *prepared.report.notices))
+                tier = read_from.root.url if read_from else ""
+                return Restored(version.step, source, 0, version, report, prepared.values, tier)
             for refusal in refusals:
                 if refusal["final"]:
                     raise from_fields(
@@ -104,10 +92,10 @@ class Restorer:
             passed_over.append(f"step {spoken(version)} was passed over: {reason}")
             _log.warning("%s", passed_over[-1])
         if candidates:
-            raise IntegrityError(f"{self._root.url}: none of {len(candidates)} checkpoints verifies: {passed_over[0]}")
+            raise IntegrityError(f"{self._where}: none of {len(candidates)} checkpoints verifies: {passed_over[0]}")
         if required:
             raise NoCheckpoint(
-                f"{self._root.url}: there is no checkpoint", hint="restore without required=True to start anew"
+                f"{self._where}: there is no checkpoint", hint="restore without required=True to start anew"
             )
         return Restored()
 
@@ -141,46 +129,45 @@ class Restorer:
         return self._agreement.decide("candidates", None, lambda _: run_blocking(self._list(step, versions)))
 
     async def _usable(self, held: list[list[list[str]]]) -> list[Any]:
-        """The id of the run that lies at the root now, empty where there is none, and the snapshots of it that every
+        """The id of the run that lies in the tiers now, empty where there is none, and the snapshots of it that every
         rank holds in memory. What is left of a run that was deleted counts for nothing."""
-        async with self._root.visit() as backend:
-            try:
-                run = await Run.open(backend)
-            except NoCheckpoint:
-                return ["", []]
-        ours = [{version for version, run_id in each if run_id == run.id} for each in held]
-        return [run.id, sorted(ours[0].intersection(*ours[1:]))]
+        run_id = await run_in(self._roots)
+        ours = [{version for version, of_run in each if of_run == run_id and run_id} for each in held]
+        return [run_id, sorted(ours[0].intersection(*ours[1:]))]
 
     async def _list(self, step: Selector, in_memory: list[Version]) -> list[str]:
-        async with self._root.visit() as backend:
-            try:
-                run = await Run.open(backend)
-            except NoCheckpoint:
-                return []
-            # A snapshot that all ranks hold sealed is as good as committed: its daemons are about to.
-            line = await run.line(also=in_memory)
-            committed = {*await run.committed(), *in_memory}
-        if step == "latest":
-            return [str(version) for version in line[:CANDIDATES_MAX]]
-        return [str(choose(step, line, sorted(committed)))]
+        found = await candidates(self._roots, step, in_memory)
+        return [str(version) for version in found[:CANDIDATES_MAX]]
 
-    def _prepare(self, version: Version, strict: bool) -> tuple[Prepared | None, Source, dict[str, Any] | None]:
-        """Everything but touching the live state; and this rank's vote, ``None`` for yes."""
+    @property
+    def _where(self) -> str:
+        return ", ".join(root.url for root in self._roots)
+
+    def _prepare(
+        self, version: Version, strict: bool
+    ) -> tuple[Prepared | None, Source, Found[Proven] | None, dict[str, Any] | None]:
+        """Everything but touching the live state; from which tier it came, ``None`` for memory; and this rank's vote,
+        ``None`` for yes."""
         try:
             ours = self._offers.held().get(version) == self._run_id
-            proven = from_memory(self._offers, self._root, version) if ours else None
+            proven = from_memory(self._offers, self._roots[0], version) if ours else None
+            found = None
             if proven is None:
-                rank, world = self._agreement.rank, self._agreement.world
-                proven = run_blocking(from_storage(self._root, version, rank, world, self._scratch))
+                found = from_nearest(self._roots, lambda root: self._read(root, version))
+                proven = found.value
             prepared = self._state.prepare(bytes(proven.snapshot.tree), proven.layout, proven.tensor, strict=strict)
-            return prepared, proven.source, None
+            return prepared, proven.source, found, None
         except CkptdError as error:
             vote = {
                 "rank": self._agreement.rank,
-                "final": not isinstance(error, _UNPROVEN),
+                "final": not isinstance(error, UNPROVEN),
                 **to_fields(error),
             }
-            return None, "none", vote
+            return None, "none", None, vote
+
+    def _read(self, root: Root, version: Version) -> Proven:
+        rank, world = self._agreement.rank, self._agreement.world
+        return run_blocking(from_storage(root, version, rank, world, self._scratch))
 
 
 def _refusals(votes: list[dict[str, Any] | None]) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ from ckptd.format import keys
 from ckptd.format.digests import digest
 from ckptd.format.keys import Version
 from ckptd.format.records import (
+    GenerationRecord,
     Layout,
     Parent,
     Piece,
@@ -62,6 +63,7 @@ from ckptd.wire.messages import (
     Skip,
     SlotRef,
     Status,
+    TierOfRun,
     Voided,
     Welcome,
 )
@@ -143,8 +145,41 @@ class Member:
     takeover: bool = False
     keep_last: int = 100
     far_url: str = ""
-    """A second root."""
+    """A further tier."""
+    far_keep_last: int = 100
+    far_every_steps: int | None = None
+    shared: bool = True
+    """Whether all ranks see the nearest tier."""
     storage_options: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def record(self) -> GenerationRecord:
+        return GenerationRecord(
+            generation=self.generation,
+            host="host",
+            launch=self.launch,
+            opened_from=self.parent,
+            pid=1,
+            run=RUN,
+            world=self.world,
+        )
+
+    @property
+    def tiers(self) -> tuple[TierOfRun, ...]:
+        options = self.storage_options
+        near = TierOfRun(
+            url=self.url,
+            keep={"last": self.keep_last},
+            storage_options=options if self.url.startswith("s3") or not self.far_url.startswith("s3") else {},
+            shared=self.shared,
+        )
+        far = TierOfRun(
+            url=self.far_url,
+            keep={"last": self.far_keep_last},
+            storage_options=options,
+            every_steps=self.far_every_steps,
+        )
+        return (near, far) if self.far_url else (near,)
 
     def content(self, step: int, size: int = 300_000, *, salt: int = 0) -> Content:
         """A snapshot: one tensor of the run, of which each rank has ``size`` bytes, and one of the rank's own."""
@@ -262,12 +297,10 @@ class Trainer:
         return self.ask(
             Hello(
                 protocol=messages.PROTOCOL,
-                urls=(member.url, member.far_url) if member.far_url else (member.url,),
+                tiers=member.tiers,
                 rank=member.rank,
                 world=member.world,
                 launch=member.launch,
-                keep={"last": member.keep_last},
-                storage_options=member.storage_options,
                 takeover=member.takeover,
             ),
             Welcome,
@@ -401,13 +434,16 @@ def connect(socket_path: Path) -> socket.socket:
 def begin_run(member: Member) -> None:
     """Say whose the member's roots are, as the first trainer of a run does."""
 
-    async def begin(url: str) -> None:
-        async with contextlib.aclosing(open_backend(url, member.storage_options)) as backend:
+    async def begin(tier: TierOfRun) -> None:
+        async with contextlib.aclosing(open_backend(tier.url, tier.storage_options)) as backend:
             with contextlib.suppress(AlreadyExists):
                 await backend.put(keys.RUN, encode(Run(run=RUN)), if_absent=True)
+            if tier.url == member.url and member.far_url:
+                with contextlib.suppress(AlreadyExists):
+                    await backend.put(keys.generation_key(member.generation), encode(member.record), if_absent=True)
 
-    for url in filter(None, (member.url, member.far_url)):
-        asyncio.run(begin(url))
+    for tier in member.tiers:
+        asyncio.run(begin(tier))
 
 
 @contextlib.contextmanager
