@@ -48,6 +48,8 @@ SEND_QUEUE_MAX = 1024
 
 TIERS_MAX = 8
 """Of one run; their numbers are one digit in keys."""
+TIER_ANSWER_SECONDS = 10.0
+"""How long a start waits for a tier, where it can do without: it may be down for days."""
 COPIES_AT_ONCE = 2
 """Shards of one node on their way to one further tier. Each holds the parts in flight and no more."""
 COPY_READS_AT_ONCE = 2

@@ -6,9 +6,10 @@ one which survives, and so the one by which two starts that race tell who was fi
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 
 from ckptd.checkpoint.concurrency import each
 from ckptd.checkpoint.leases import launch_family
@@ -22,12 +23,14 @@ from ckptd.errors import (
     NotFound,
     StorageError,
     Superseded,
+    Unavailable,
     UsageError,
     first_line,
 )
 from ckptd.format import lineage, records
 from ckptd.format.keys import GENERATION_MAX, RUN, Version, generation_key
 from ckptd.format.records import GenerationRecord, Parent, encode
+from ckptd.limits import TIER_ANSWER_SECONDS
 from ckptd.storage import Backend
 
 log = logging.getLogger(__name__)
@@ -68,7 +71,9 @@ class TierRuns:
             with contextlib.suppress(CkptdError):  # a further tier may know, and a damaged record is no answer
                 found = (await run.generation(number)).opened_from
                 return None if found is None else found.version
-        for run in self.runs if newest is not None else ():
+        if newest is None:
+            return None
+        for run in self.runs:
             with contextlib.suppress(CkptdError):
                 found = (await run.manifest(newest)).parent
                 return None if found is None else found.version
@@ -95,16 +100,9 @@ async def open_tiers(backends: Sequence[Backend], *, create: bool = False) -> Ti
     :class:`NoCheckpoint` where all say that there is no run, :class:`ConfigError` where they hold different runs, and
     the nearest tier's error where none knows the run and one cannot tell.
     """
-    ids: dict[str, str] = {}
-    silent: dict[str, CkptdError] = {}
-    absent: list[NoCheckpoint] = []
-    for backend in backends:
-        try:
-            ids[backend.url] = (await Run.open(backend)).id
-        except NoCheckpoint as error:
-            absent.append(error)
-        except CkptdError as error:
-            silent[backend.url] = error
+    ids, silent, absent = await _ask(backends, TIER_ANSWER_SECONDS if len(backends) > 1 else None)
+    if not ids and silent:
+        ids, silent, absent = await _ask(backends, None)  # nobody else can tell
     if len(set(ids.values())) > 1:
         held = ", ".join(f"{url} holds run {run_id}" for url, run_id in ids.items())
         raise ConfigError(f"the tiers are of different runs: {held}", hint="give each run roots of its own")
@@ -118,6 +116,34 @@ async def open_tiers(backends: Sequence[Backend], *, create: bool = False) -> Ti
     for url, error in silent.items():
         log.warning("%s is passed over for now: %s", url, first_line(error))
     return TierRuns(run_id, [Run(backend, run_id) for backend in backends if backend.url in ids], silent)
+
+
+async def _ask(
+    backends: Sequence[Backend], seconds: float | None
+) -> tuple[dict[str, str], dict[str, CkptdError], list[NoCheckpoint]]:
+    """URL → id, URL → why it cannot tell, and what those say that hold no run."""
+    ids: dict[str, str] = {}
+    silent: dict[str, CkptdError] = {}
+    absent: list[NoCheckpoint] = []
+    for backend in backends:
+        try:
+            async with answering(backend.url, seconds):
+                ids[backend.url] = (await Run.open(backend)).id
+        except NoCheckpoint as error:
+            absent.append(error)
+        except CkptdError as error:
+            silent[backend.url] = error
+    return ids, silent, absent
+
+
+@contextlib.asynccontextmanager
+async def answering(url: str, seconds: float | None) -> AsyncGenerator[None]:
+    """Raise :class:`Unavailable` where a tier does not answer within that time."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise Unavailable(f"did not answer within {seconds:g} s", key=url) from None
 
 
 async def put_run_id(backend: Backend, run_id: str, *, sure: bool = True) -> str:

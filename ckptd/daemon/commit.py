@@ -19,7 +19,7 @@ from typing import Any
 from ckptd.checkpoint.concurrency import each
 from ckptd.daemon.fencing import check_run
 from ckptd.daemon.receipts import put_first, put_skipped, skip_reason
-from ckptd.daemon.tier import Exchange
+from ckptd.daemon.tier import Checkpoint
 from ckptd.errors import DeadlineExceeded, IntegrityError, NotFound, SaveError, SaveSkipped, Unavailable, first_line
 from ckptd.format.keys import Version, manifest_key, mark_key, receipt_key, tombstone_key
 from ckptd.format.proof import prove
@@ -39,31 +39,6 @@ SKIPS_KEPT = 1024
 
 Lost = Callable[[int], str | None]
 """Rank → why its receipt cannot come any more, where this daemon knows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """Which checkpoint of which run is to be committed."""
-
-    backend: Backend
-    version: Version
-    world: int
-    run: str
-    """Its id; empty where a snapshot was too broken to say."""
-    exchange: Exchange | None = None
-    """Where the other nodes' receipts are, where each node has a disk of its own: then every node commits."""
-
-    @property
-    def name(self) -> tuple[str, Version]:
-        return self.backend.url, self.version
-
-    def place(self, rank: int) -> tuple[Backend, str]:
-        """Where the daemons of other nodes look for a rank's receipt."""
-        key = receipt_key(self.version, rank, self.world)
-        return (self.backend, key) if self.exchange is None else (self.exchange.backend, self.exchange.key(key))
-
-    def __str__(self) -> str:
-        return f"step {self.version.step} of generation {self.version.generation} at {self.backend.url}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,11 @@ from ckptd.checkpoint.concurrency import each
 from ckptd.checkpoint.reader import CheckpointReader
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.tiers import TierRuns, copy_identity
-from ckptd.daemon.commit import Checkpoint, Commits
+from ckptd.daemon.chosen import announce, announced
+from ckptd.daemon.commit import Commits
 from ckptd.daemon.copying import copy_shard
 from ckptd.daemon.owner import Owner
-from ckptd.daemon.tier import Tier
+from ckptd.daemon.tier import Checkpoint, Tier
 from ckptd.errors import (
     CoverageError,
     FormatError,
@@ -34,7 +35,7 @@ from ckptd.errors import (
     Superseded,
     first_line,
 )
-from ckptd.format.keys import Version, copy_key, copy_prefix, manifest_key, parse_version, receipt_key
+from ckptd.format.keys import Version, manifest_key, receipt_key
 from ckptd.limits import COPIES_AT_ONCE, COPY_POLL_SECONDS_MAX, COPY_RETRY_SECONDS, COPY_RETRY_SECONDS_MAX
 
 log = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ class Link:
             while len(self._refused) > REFUSED_KEPT:
                 del self._refused[next(iter(self._refused))]
         self._on_failed(self, error)
-        seconds = min(COPY_RETRY_SECONDS * 2 ** min(self.failures - 1, 10), COPY_RETRY_SECONDS_MAX)
+        seconds = min(COPY_RETRY_SECONDS * 2.0 ** min(self.failures - 1, 10), COPY_RETRY_SECONDS_MAX)
         return seconds * random.uniform(0.75, 1.25)
 
     async def _lead(self) -> float | None:
@@ -277,26 +278,12 @@ class Link:
         elif self.behind_since is None:
             self.behind_since = time.time()
 
-    # What all nodes see
-
     async def _announce(self, version: Version | None) -> None:
-        """Let the other nodes know what is being copied; ``None``: nothing is."""
-        if self.owner.world == 1:
-            return
-        home = self.owner.home.backend
-        before = [info.key async for info in home.scan(copy_prefix(self.number))]
-        key = None if version is None else copy_key(self.number, version)
-        if key is not None and key not in before:
-            await home.put(key, b"{}")
-        await home.delete([old for old in before if old != key])
+        if self.owner.world > 1:
+            await announce(self.owner.home.backend, self.number, version)
 
     async def _announced(self) -> Version | None:
-        prefix = copy_prefix(self.number)
-        found: Version | None = None
-        async for info in self.owner.home.backend.scan(prefix):
-            with contextlib.suppress(FormatError):  # a foreign name
-                found = parse_version(info.key.removeprefix(prefix).removesuffix(".json"))
-        return found
+        return await announced(self.owner.home.backend, self.number)
 
     async def _is_there(self, version: Version) -> bool:
         try:

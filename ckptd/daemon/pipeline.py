@@ -12,11 +12,12 @@ from functools import partial
 from ckptd.arena import SlotState
 from ckptd.checkpoint.concurrency import in_thread
 from ckptd.daemon.arenas import Arenas
-from ckptd.daemon.commit import Checkpoint, Commits
+from ckptd.daemon.commit import Commits
 from ckptd.daemon.owner import Owner
 from ckptd.daemon.replication import Replication
 from ckptd.daemon.save import Failure, Save, Tally
 from ckptd.daemon.source import SlotSource
+from ckptd.daemon.tier import Checkpoint
 from ckptd.daemon.upload import Contents, existing_receipt, read_contents, upload
 from ckptd.errors import CkptdError, SaveError, SnapshotVoided, StorageFull, Superseded, first_line, to_fields
 from ckptd.format.keys import Version

@@ -9,13 +9,14 @@ from dataclasses import replace
 
 from ckptd.arena import SlotState
 from ckptd.daemon.arenas import Arenas, HeldArena
-from ckptd.daemon.commit import Checkpoint, Commits
+from ckptd.daemon.commit import Commits
 from ckptd.daemon.fill import Fill
 from ckptd.daemon.owner import Owner, Seat
 from ckptd.daemon.pipeline import Pipeline
 from ckptd.daemon.replication import Replication
 from ckptd.daemon.save import Save, Tally
 from ckptd.daemon.tasks import Tasks
+from ckptd.daemon.tier import Checkpoint
 from ckptd.daemon.unfinished import read_receipts, without_manifest
 from ckptd.errors import DeadlineExceeded, first_line
 from ckptd.format.keys import Version

@@ -1,4 +1,4 @@
-"""The tiers of a run as a daemon serves them: where each lies, what goes there, and who sees it."""
+"""The tiers of a run as a daemon serves them: where each is, what goes there, who sees it; and a checkpoint in one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from ckptd.checkpoint.retention import Keep
-from ckptd.format.keys import Version, exchanged_key
+from ckptd.format.keys import Version, exchanged_key, receipt_key
 from ckptd.storage import Backend
 
 
@@ -67,3 +67,28 @@ class Tier:
     shared: bool = True
     """All ranks see the same place; else each node has a disk of its own."""
     interval: Interval = Interval()
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Which checkpoint of which run is to be committed."""
+
+    backend: Backend
+    version: Version
+    world: int
+    run: str
+    """Its id; empty where a snapshot was too broken to say."""
+    exchange: Exchange | None = None
+    """Where the other nodes' receipts are, where each node has a disk of its own: then every node commits."""
+
+    @property
+    def name(self) -> tuple[str, Version]:
+        return self.backend.url, self.version
+
+    def place(self, rank: int) -> tuple[Backend, str]:
+        """Where the daemons of other nodes look for a rank's receipt."""
+        key = receipt_key(self.version, rank, self.world)
+        return (self.backend, key) if self.exchange is None else (self.exchange.backend, self.exchange.key(key))
+
+    def __str__(self) -> str:
+        return f"step {self.version.step} of generation {self.version.generation} at {self.backend.url}"

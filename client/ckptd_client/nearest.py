@@ -87,17 +87,16 @@ def from_nearest(roots: Sequence[Root], read: Callable[[Root], T]) -> Found[T]:
             passed_over.append(f"{root.url} was passed over: {error.message}")
             if len(roots) > 1:
                 _log.warning("%s", passed_over[-1])
-    for wanted in (lambda e: not isinstance(e, UNPROVEN), lambda e: isinstance(e, IntegrityError | FormatError)):
-        for error in filter(wanted, failures):
-            raise error
-    raise failures[0]
+    cannot_tell = [failure for failure in failures if not isinstance(failure, UNPROVEN)]
+    damaged = [failure for failure in failures if isinstance(failure, IntegrityError | FormatError)]
+    raise [*cannot_tell, *damaged, *failures][0]
 
 
 def mark_verified(agreement: Agreement, roots: Sequence[Root], read_from: Root | None, version: Version) -> None:
     """All ranks have read and verified it; where all read from one tier, retention there counts it as restorable.
     Called on all ranks; ``read_from`` is ``None`` where it came from memory."""
     number = -1 if read_from is None else list(roots).index(read_from)
-    numbers = [number] if len(roots) == 1 else agreement.decide("read from", number, lambda numbers: numbers)
+    numbers = [number] if len(roots) == 1 else agreement.decide("read-from", number, lambda numbers: numbers)
     if read_from is None or set(numbers) != {number} or (read_from.shared and agreement.rank != 0):
         return
     with contextlib.suppress(CkptdError):  # a store that is read-only to us restores all the same

@@ -13,9 +13,10 @@ import msgspec
 
 from ckptd.checkpoint.objects import token
 from ckptd.checkpoint.retention import Keep
+from ckptd.checkpoint.tiers import answering
 from ckptd.errors import CkptdError, ConfigError, NotFound
 from ckptd.format.keys import probe_key
-from ckptd.limits import SMALL_RECORD_BYTES_MAX, TIERS_MAX
+from ckptd.limits import SMALL_RECORD_BYTES_MAX, TIER_ANSWER_SECONDS, TIERS_MAX
 from ckptd.storage import normal_url
 from ckptd.wire.messages import TierOfRun
 from ckptd_client.agreement import Agreement
@@ -142,7 +143,7 @@ async def _leave_probes(roots: Sequence[Root]) -> list[Any]:
     left: list[bool] = []
     for root in roots:
         try:
-            async with root.visit() as backend:
+            async with root.visit() as backend, answering(root.url, TIER_ANSWER_SECONDS):
                 await backend.put(probe_key(unique), b"{}")
             left.append(True)
         except CkptdError:
@@ -155,7 +156,7 @@ async def _look(roots: Sequence[Root], unique: str, left: Sequence[bool]) -> lis
     for root, there in zip(roots, left, strict=True):
         try:
             if there:
-                async with root.visit() as backend:
+                async with root.visit() as backend, answering(root.url, TIER_ANSWER_SECONDS):
                     await backend.get(probe_key(unique), limit_bytes=SMALL_RECORD_BYTES_MAX)
             seen.append(True)
         except NotFound:
@@ -169,7 +170,7 @@ async def _remove_probes(roots: Sequence[Root], unique: str, left: Sequence[bool
     for root, there in zip(roots, left, strict=True):
         if there:
             try:
-                async with root.visit() as backend:
+                async with root.visit() as backend, answering(root.url, TIER_ANSWER_SECONDS):
                     await backend.delete([probe_key(unique)])
             except (CkptdError, ExceptionGroup):
                 continue  # an object of two bytes that nobody reads

@@ -6,6 +6,7 @@ Each line on standard input is a JSON object with a ``do``; each is answered by 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from typing import Any
@@ -24,8 +25,11 @@ class Worker:
         self.training = Training(width=16, layers=2)
         self.saves: dict[int, Save] = {}
 
-    def open(self, url: str, rank: int, world: int, launch: str, socket: str, **options: Any) -> dict[str, Any]:
-        """A new training and checkpointer of this rank."""
+    def open(
+        self, url: str | list[str], rank: int, world: int, launch: str, socket: str, node: str = "", **options: Any
+    ) -> dict[str, Any]:
+        """A new training and checkpointer of this rank. ``node``: what its machine is called."""
+        os.environ["CKPTD_NODE"] = node
         self.training = Training(width=16, layers=2, seed=rank)
         self.saves = {}
         options.setdefault("keep", 50)
@@ -42,6 +46,7 @@ class Worker:
             "step": restored.step,
             "source": restored.source,
             "generation": restored.generation,
+            "tier": restored.tier,
             "notices": list(restored.report.notices),
             "weights": self.weights(),
         }
