@@ -14,6 +14,9 @@ from typing import TypeVar
 from ckptd.errors import CkptdError, first_line
 
 T = TypeVar("T")
+
+_DICE = random.SystemRandom()
+"""Of our own: the trainer's random numbers are part of its state."""
 log = logging.getLogger("ckptd.storage")
 
 
@@ -56,7 +59,7 @@ async def retried(
         try:
             return await call(number)
         except Exception as error:
-            delay = random.uniform(0.0, policy.longest_delay_seconds(number))
+            delay = _DICE.uniform(0.0, policy.longest_delay_seconds(number))
             late = time.monotonic() + delay > began + policy.deadline_seconds
             if not retry_on(error) or number >= policy.attempts_max or late:
                 raise

@@ -10,6 +10,7 @@ from ckptd_client.data import PerRank, Reshapes, ResumableLoader, ResumableStrea
 from ckptd_client.reader import open_checkpoint
 from ckptd_client.restore import Restored
 from ckptd_client.save import Save
+from ckptd_client.tiers import Tier
 
 __all__ = [
     "Checkpointer",
@@ -22,6 +23,7 @@ __all__ = [
     "ResumableLoader",
     "ResumableStream",
     "Save",
+    "Tier",
     "open_checkpoint",
     "register_codec",
 ]

@@ -188,11 +188,3 @@ class CommittedCheckpoint:
 def _want(wanted: Wanted, pieces: Sequence[IndexPiece]) -> Want:
     tensor = wanted.tensor
     return Want(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, region=wanted.region, pieces=tuple(pieces))
-
-
-async def mark_verified(root: Root, version: Version) -> None:
-    """All ranks have read and verified it: retention counts it as restorable."""
-    async with root.visit() as backend:
-        run = await Run.open(backend)
-        if not any(mark.mark == "verified" for mark in await run.marks(version)):
-            await run.add_mark(version, "verified", by=root.holder, reason="restored by all ranks")

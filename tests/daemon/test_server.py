@@ -18,7 +18,7 @@ from ckptd.errors import AccessDenied, DaemonError, ResourceError
 from ckptd.format.keys import Version
 from ckptd.limits import MESSAGE_BYTES_MAX
 from ckptd.wire import channel, messages
-from ckptd.wire.messages import Committed, Drain, GetStatus, Hello, Refused
+from ckptd.wire.messages import Committed, Drain, GetStatus, Hello, Refused, TierOfRun
 from devtools.processes import wait_until
 from tests.daemon.stored import check_committed, manifest
 from tests.daemon.trainer import DaemonProcess, Member, Trainer, connect, daemon_at, trainer
@@ -181,7 +181,7 @@ def test_a_client_that_does_not_read_is_disconnected(daemon: DaemonProcess, tmp_
 
 
 def test_another_protocol_version_says_what_to_do(daemon: DaemonProcess) -> None:
-    hello = Hello(request=1, protocol=99, urls=("file:///x",), rank=0, world=1, launch="l", keep={}, storage_options={})
+    hello = Hello(request=1, protocol=99, tiers=(TierOfRun(url="file:///x"),), rank=0, world=1, launch="l")
     with connect(daemon.socket) as connection:
         connection.settimeout(20)
         connection.send(messages.encode(hello))

@@ -6,6 +6,7 @@ Each line on standard input is a JSON object with a ``do``; each is answered by 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -49,17 +50,20 @@ class Worker:
 
     def open(
         self,
-        url: str,
+        url: str | list[str],
         rank: int,
         world: int,
         launch: str,
         socket: str,
+        node: str = "",
         kind: str = "",
         width: int = 16,
         layers: int = 2,
         **options: Any,
     ) -> dict[str, Any]:
-        """A new training and checkpointer of this rank; ``kind``: see :mod:`tests.ranks.models`."""
+        """A new training and checkpointer of this rank. ``kind``: see :mod:`tests.ranks.models`; ``node``: what its
+        machine is called."""
+        os.environ["CKPTD_NODE"] = node
         if kind:
             from tests.ranks.models import ParallelTraining
 
@@ -81,6 +85,7 @@ class Worker:
             "step": restored.step,
             "source": restored.source,
             "generation": restored.generation,
+            "tier": restored.tier,
             "notices": list(restored.report.notices),
             "weights": self.weights(),
         }
