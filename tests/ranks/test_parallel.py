@@ -167,11 +167,11 @@ def test_names_do_not_depend_on_what_wraps_a_model(ranks: Ranks, daemon: Daemon,
 
 def test_shares_of_tensors_earn_their_overlap(ranks: Ranks, daemon: Daemon, tmp_run: str, tmp_path: Path) -> None:
     """Rows of a tensor are copied during the next forward and backward, and are what they were at the save."""
-    ranks.group(2, tmp_path)
-    ranks.open(tmp_run, 2, daemon.socket, kind="ddp", width=512, layers=1, every_steps=1, check="full")
+    ranks.group(4, tmp_path)
+    ranks.open(tmp_run, 4, daemon.socket, kind="ddp", width=640, layers=1, every_steps=1, check="full")
     ranks.each("restore")
     ranks.train(1, 4)
-    overlapped = [ranks[rank].do("wait", step=4)["overlapped_bytes"] for rank in (0, 1)]
+    overlapped = [ranks[rank].do("wait", step=4)["overlapped_bytes"] for rank in range(4)]
     ranks.each("whole", path=str(tmp_path / "whole.pt"))
     saved = Saved(tmp_run, 4)
     check_same(saved.tensors(), torch.load(tmp_path / "whole.pt"))
