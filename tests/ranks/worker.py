@@ -131,7 +131,7 @@ class Worker:
 
     def wait(self, step: int, stage: str = "committed") -> dict[str, Any]:
         self.saves[step].wait(stage, timeout=60)  # type: ignore[arg-type]
-        return {"state": self.saves[step].state}
+        return {"state": self.saves[step].state, "overlapped_bytes": self.saves[step].stats.overlapped_bytes}
 
     def close(self) -> dict[str, Any]:
         if self.ckpt is not None:

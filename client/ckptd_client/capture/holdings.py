@@ -49,8 +49,15 @@ class Parameter:
     part: Part
     everyone: tuple[int, ...]
     """All ranks that have state of it; ``()`` where that is not known."""
+    partitioned: bool = False
+    """Only one rank has state of it, whoever has the parameter itself."""
     apart: bool = False
     """It is one of several in a flat one, and what these have in common is saved with each."""
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether each rank that has the parameter has state of it."""
+        return self.part.whole and not self.partitioned
 
 
 @dataclass
@@ -75,7 +82,9 @@ class Holdings:
             return _plain(tensor, known)
         parameter = self._parameter_of(name)
         part = _plain(tensor, Known()) if parameter is None else _state_part(tensor, parameter)
-        return replace(part, replicas=self._declared_ranks(name)) if part.whole and not part.replicas else part
+        if part.replicas or not part.whole or (parameter is not None and not parameter.everywhere):
+            return part
+        return replace(part, replicas=self._declared_ranks(name))
 
     def parameter(self, name: str, tensor: torch.Tensor, flat: Flat | None = None) -> Parameter:
         """A parameter, whether or not it has state yet; or one of several in a flat one, the range ``flat`` of it."""
@@ -123,6 +132,8 @@ def _state_part(tensor: torch.Tensor, parameter: Parameter) -> Part:
     the parameter, where it is a mere number."""
     of, local = parameter.part, bare(tensor)
     shape = tuple(tensor.shape)
+    if parameter.partitioned:
+        return Part(local, shape, None, None, ())
     if of.whole:
         return Part(local, shape, None, None, of.replicas)
     if not tensor.dim():

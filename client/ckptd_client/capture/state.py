@@ -207,7 +207,8 @@ class State:
         for _, source in self._sources.values():
             if isinstance(source, OptimizerSource):
                 for name, parameter, one in source.parents():
-                    parameters[name] = found.parameter(name, parameter, None if one is None else one.flat)
+                    known = found.parameter(name, parameter, None if one is None else one.flat)
+                    parameters[name] = replace(known, partitioned=source.partitioned)
         return replace(found, parameters=parameters)
 
     # Capture

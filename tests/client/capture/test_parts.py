@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -347,3 +348,14 @@ def test_r23_frozen_parameters_are_saved_however_they_are_sharded(as_rank: As) -
         capture = State({"model": model, "optimizer": optimizer}, world=2, rng=False).capture()
         check_part(capture.parts["model/weight"], numbered(shape).float())
         assert "model/weight" in {leaf.name for leaf in capture.leaves}
+
+
+def test_r117_lists_that_differ_by_rank_are_each_ranks_own() -> None:
+    """Of lengths 1 and 5, with numbers and tensors in them."""
+    for rank, length in enumerate((1, 5)):
+        state = {"seen": list(range(length)), "queue": [torch.full((2,), rank) for _ in range(length)]}
+        capture = State(state, world=2, rank=rank, rng=False).capture()
+        tree = dict(msgspec.json.decode(capture.tree)["v"])
+        assert tree["seen"] == list(range(length))
+        assert [leaf.name for leaf in capture.leaves] == [f"queue/~l{i}" for i in range(length)]
+        assert all(leaf.per_rank for leaf in capture.leaves)
