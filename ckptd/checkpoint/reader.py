@@ -29,7 +29,7 @@ from ckptd.errors import (
     StorageError,
     UsageError,
 )
-from ckptd.format.common import Merge
+from ckptd.format.common_tree import Merge
 from ckptd.format.fingerprints import Part
 from ckptd.format.keys import Version, tombstone_key
 from ckptd.format.records import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ckptd.errors import CoverageError
 from ckptd.format import index
-from ckptd.format.common import Merge
+from ckptd.format.common_tree import Merge
 from ckptd.format.cover import check_layout, residents_in_slot_order
 from ckptd.format.digests import DIGEST_BYTES, hex_digest
 from ckptd.format.fingerprints import Fingerprint, fingerprints

@@ -273,7 +273,7 @@ class Index(Record, kw_only=True, frozen=True):
 
 
 class Common(Record, kw_only=True, frozen=True):
-    """What the state trees of all ranks have in common; see :mod:`ckptd.format.common`."""
+    """What the state trees of all ranks have in common; see :mod:`ckptd.format.common_tree`."""
 
     kind: Literal["common"] = _written("common")
     aliases: dict[Text, Text]

@@ -81,6 +81,11 @@ def test_show(url: str) -> None:
     shown = ckptd_json("show", url)
     assert (shown["checkpoint"], shown["parent"], shown["world"]) == ("30-g2", "10-g1", 1)
     assert [tensor["name"] for tensor in shown["tensors"]] == ["model/bias", "model/weight", "optimizer/exp_avg"]
+    assert [(tensor["cut"], tensor["rank"]) for tensor in shown["tensors"]] == [
+        ([1], None),
+        ([1, 1], None),
+        ([1, 1], None),
+    ]
     assert ckptd_json("show", url, "10")["marks"] == [{"mark": "pinned", "by": "me", "reason": "good"}]
     text = ckptd("show", url, "20-g1").stdout
     assert "model/weight" in text

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.errors import FormatError
-from ckptd.format import common
-from ckptd.format.common import Merge
+from ckptd.format import common_tree
+from ckptd.format.common_tree import Merge
 from ckptd.format.tree import PER_RANK, decode_json, decode_tree, encode_tree
 
 DIFFERS = {"$": PER_RANK}
@@ -160,9 +160,9 @@ def test_equal_trees_are_not_opened_and_of_others_only_what_differs() -> None:
         opened.append(data)
         return _opened(data)
 
-    _opened = common._opened
+    _opened = common_tree._opened
     node = {"$": "dict", "v": [["model", [1] * 50], ["rng", {"$": "dict", "v": [["seed", 0], ["more", [2] * 50]]}]]}
-    with mock.patch.object(common, "_opened", counting):
+    with mock.patch.object(common_tree, "_opened", counting):
         merge = Merge()
         for _ in range(100):
             merge.add(raw(node), {})
