@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ckptd.errors import StateError
-from ckptd.format.records import Box, Span
+from ckptd.format.records import Box
 from ckptd_client.capture.parts import Part, bare, holds_nothing
 
 Run = tuple[int, int]
@@ -33,14 +33,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     local = cast(Any, tensor)._local_tensor  # to_local() would enter the autograd graph
     return cast(torch.Tensor, local.wait() if hasattr(local, "wait") else local)  # wait: a collective in flight
-
-
-def part_of(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Box | None, Span | None]:
-    """The local tensor and where it lies in the global one; neither box nor span: all of it."""
-    if not is_distributed(tensor):
-        return tensor, None, None
-    part = distributed_part(name, cast(Any, tensor)._spec, local_of(tensor), Meshes())
-    return local_of(tensor), part.box, part.span
 
 
 def spec_of(tensor: torch.Tensor) -> Any | None:

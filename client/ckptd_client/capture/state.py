@@ -195,11 +195,6 @@ class State:
         self._leaves.placement = placement
         self._leaves.forget()
 
-    def part_of(self, parameter: torch.Tensor) -> Part:
-        """What this rank holds of a parameter, whether or not it is in the state."""
-        self._refresh()
-        return Holdings(self._world, self._replicated, self._known).part("parameter", parameter)
-
     def _holdings(self) -> Holdings:
         """What is known of the tensors of the last walk."""
         found = Holdings(self._world, self._replicated, self._known)
@@ -253,7 +248,10 @@ class State:
         """
         live = self.capture()
         saved = _decode(stored.tree)
-        restoring = Restoring(Contents(stored), live.parts, self.part_of, selection, cast_)
+        holdings = self._holdings()
+        restoring = Restoring(
+            Contents(stored), live.parts, lambda parameter: holdings.part("parameter", parameter), selection, cast_
+        )
         restoring.missing += [name for name in live.tops if name not in saved and selection.takes(name)]
         unexpected = [name for name in saved if name not in live.tops and selection.takes(name)]
         if RNG in unexpected and self._rng is None:
