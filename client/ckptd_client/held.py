@@ -13,7 +13,7 @@ from ckptd.arena import Arena
 from ckptd.checkpoint.plan import Want
 from ckptd.checkpoint.regions import Region, holds_exactly, piece_region, slabs
 from ckptd.errors import CkptdError, CoverageError, IntegrityError
-from ckptd.format.common import Merge
+from ckptd.format.common_tree import Merge
 from ckptd.format.cover import check_layout
 from ckptd.format.digests import DIGEST_BYTES, digest_blocks
 from ckptd.format.keys import receipt_key
