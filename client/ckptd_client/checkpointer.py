@@ -36,7 +36,7 @@ from ckptd.wire import messages
 from ckptd.wire.channel import default_socket
 from ckptd.wire.messages import Hello, Skip
 from ckptd_client.agreement import open_agreement
-from ckptd_client.capture import State
+from ckptd_client.capture import Declared, Placement, State
 from ckptd_client.capture.selection import EVERYTHING, Selection
 from ckptd_client.generation import Life, Opening, WriterClaim, open_life
 from ckptd_client.handles import Handles
@@ -49,7 +49,7 @@ from ckptd_client.snapshots import Snapshots
 from ckptd_client.staging.plan import Plan
 from ckptd_client.staging.stager import Check, Stager
 from ckptd_client.supply import ArenaSupply
-from ckptd_client.topology import Topology
+from ckptd_client.topology import Topology, node_id, number_nodes
 
 OnFull = Literal["wait", "skip", "fail"]
 OnError = Literal["log", "raise"]
@@ -77,6 +77,12 @@ class Checkpointer:
     :meth:`step`; else it is logged, and found on its handle. ``takeover``: take the run from a live owner.
     ``start_daemon=False``: where no daemon answers, wait for the one that somebody else runs. ``rank``, ``world``,
     ``launch``: where neither torch.distributed nor a launcher tells them.
+
+    What several ranks hold alike is saved once, in shares. A DTensor says what it is, and data parallelism is known;
+    ``replicated`` names the other plain tensors that are equal on all ranks: ``True`` for all of them, or patterns
+    (``["model/*"]``) of their names. ``resident``: where replicas are on several nodes, each node keeps all of them in
+    its memory, once among its ranks, so that it can restore without the store; it costs memory, and time to copy.
+    ``check_replicas``: every rank copies all of its replicas, and a step in which they differ is not committed.
     """
 
     def __init__(
@@ -93,6 +99,9 @@ class Checkpointer:
         on_full: OnFull = "wait",
         max_wait: float = 30.0,
         rng: bool = True,
+        replicated: bool | Sequence[str] = False,
+        resident: bool = True,
+        check_replicas: bool = False,
         socket: str | Path | None = None,
         storage_options: Mapping[str, Any] | None = None,
         on_error: OnError = "log",
@@ -114,7 +123,7 @@ class Checkpointer:
         self._takeover = takeover
         topology = Topology.detect(rank, world, launch)
         self._rank, self._world = topology.rank, topology.world
-        self._state = State(state, world=self._world, rng=rng)
+        self._state = State(state, world=self._world, rng=rng, rank=self._rank, replicated=_declared(replicated))
         _refuse_unsavable(self._state)
         root = Root(_only_url(url), dict(storage_options or {}), topology.launch)
         self._agreement = open_agreement(topology, root)
@@ -130,9 +139,19 @@ class Checkpointer:
             on_renewed=self._supply.hand_over,
             on_refused=self._handles.on_refused,
         )
+        self._state.place(
+            Placement(self._rank, self._world, self._nodes(path), resident=resident, check=check_replicas)
+        )
         self._claim = WriterClaim(root)
         self._stager = Stager(self._link.tell, overlap=overlap, check=check)
-        self._snapshots = Snapshots(self._state, self._supply, self._stager, rank=self._rank, world=self._world)
+        self._snapshots = Snapshots(
+            self._state,
+            self._supply,
+            self._stager,
+            rank=self._rank,
+            world=self._world,
+            check_replicas=check_replicas,
+        )
         appointments = Appointments(self._agreement.store, self._rank, self._world, self._skip_missed)
         self._schedule = Schedule(every_steps, every, appointments, self._rank)
         self._life: Life | None = None
@@ -155,6 +174,16 @@ class Checkpointer:
             storage_options=dict(self._root.options),
             takeover=self._takeover,
         )
+
+    def _nodes(self, socket: Path) -> tuple[int, ...]:
+        """For each rank the number of its node."""
+        if self._world == 1:
+            return (0,)
+        try:
+            return tuple(self._agreement.decide("nodes", node_id(socket), number_nodes))
+        except BaseException:
+            self._link.close()
+            raise
 
     @property
     def rank(self) -> int:
@@ -430,6 +459,14 @@ def _only_url(url: str | Sequence[str]) -> str:
     if len(urls) != 1:
         raise ConfigError(f"{len(urls)} URLs", hint="give the one root of the run; tiers are not there yet")
     return normal_url(urls[0])
+
+
+def _declared(replicated: bool | Sequence[str]) -> Declared:
+    if isinstance(replicated, bool):
+        return True if replicated else ()
+    if isinstance(replicated, str) or not all(isinstance(pattern, str) and pattern for pattern in replicated):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"replicated={replicated!r} is no list of patterns", hint='as in replicated=["model/*"]')
+    return tuple(replicated)
 
 
 def _refuse_unsavable(state: State) -> None:

@@ -246,9 +246,13 @@ HUGE = (2**30, 2**30)
         ("w", changed(shape=HUGE), "a grid of [0-9]+ cells on 12 ranks"),
         ("w", changed(shape=HUGE, grid=Grid(chunks=(1, 1), ranks=0)), "list of ranks that is not there"),
         ("w", changed(dtype="int32"), "'w' is not what rank 0 saved"),
-        ("w", changed(grid=None), "w: 0 of the elements of"),
+        ("w", changed(grid=None), "w: 0 of 25 elements are covered, by ranks none"),
         ("flat", changed(shape=(25,)), "'flat' is not what rank 8 saved"),
-        ("flat", other_pieces(lambda pieces: pieces[1:]), r"flat: 18 of the elements of .* are on \[9, 10, 11\]"),
+        (
+            "flat",
+            other_pieces(lambda pieces: pieces[1:]),
+            r"flat: 18 of 25 elements are covered, by ranks \[9, 10, 11\]",
+        ),
         ("flat", other_pieces(lambda pieces: (*pieces, pieces[2])), "flat: ranks 10 and 10 both hold"),
         (
             "flat",

@@ -131,6 +131,12 @@ class Content:
     shard: bytes
     doc: bytes
     version: Version
+    resident: bytes = b""
+    """What lies in the slot from the first page behind the shard on."""
+
+    @property
+    def held_bytes(self) -> int:
+        return pages(len(self.shard)) + len(self.resident) if self.resident else len(self.shard)
 
 
 @dataclass(frozen=True)
@@ -331,7 +337,8 @@ class Trainer:
         self._ticket += 1
         arena.set_record(slot, SlotRecord(ticket=self._ticket))
         memory = arena.slot(slot)
-        start = pages(len(content.shard))
+        memory[pages(len(content.shard)) : pages(len(content.shard)) + len(content.resident)] = content.resident
+        start = pages(content.held_bytes)
         memory[start : start + len(content.doc)] = content.doc
         memory[start] ^= torn
         arena.set_record(
@@ -345,6 +352,7 @@ class Trainer:
                 doc_bytes=len(content.doc),
                 doc_digest=digest(content.doc),
                 pid=os.getpid(),
+                held_bytes=content.held_bytes,
             ),
         )
         at = SlotRef(arena=arena.id, slot=slot, ticket=self._ticket)

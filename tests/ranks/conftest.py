@@ -94,6 +94,14 @@ class Ranks:
             self[rank].start()  # here: a process dies with the thread that started it
         self.each("open", lambda rank: {"rank": rank, "socket": str(places[rank]), **same})
 
+    def group(self, world: int, folder: Path) -> None:
+        """Let ranks join a process group, until the test is over."""
+        self.world = world
+        for rank in range(world):
+            self[rank].start()
+        store = str(folder / f"store-{uuid.uuid4().hex}")
+        self.each("group", lambda rank: {"store": store, "rank": rank, "world": world})
+
     def __getitem__(self, rank: int) -> Rank:
         return self._workers[rank]
 
@@ -142,7 +150,7 @@ def ranks(workers: list[Rank]) -> Iterator[Ranks]:
     for worker in workers:
         worker.start()
         try:
-            worker.do("close")
+            worker.do("ungroup")
         except RankError:
             worker.kill()
     for worker in workers:

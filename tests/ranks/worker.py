@@ -8,12 +8,21 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from ckptd_client import Checkpointer, Keep, Save
 from tests.client.conftest import Training
+
+if TYPE_CHECKING:
+    from tests.ranks.models import ParallelTraining
+
+
+def collectives() -> list[int]:
+    """How many collectives each process group of this rank has seen."""
+    return [group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map]
 
 
 class Worker:
@@ -21,12 +30,42 @@ class Worker:
 
     def __init__(self) -> None:
         self.ckpt: Checkpointer | None = None
-        self.training = Training(width=16, layers=2)
+        self.training: Training | ParallelTraining = Training(width=16, layers=2)
         self.saves: dict[int, Save] = {}
 
-    def open(self, url: str, rank: int, world: int, launch: str, socket: str, **options: Any) -> dict[str, Any]:
-        """A new training and checkpointer of this rank."""
-        self.training = Training(width=16, layers=2, seed=rank)
+    def group(self, store: str, rank: int, world: int) -> dict[str, Any]:
+        """Join a process group."""
+        dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+        return {}
+
+    def ungroup(self) -> dict[str, Any]:
+        """Leave it, and everything that was built on it."""
+        self.close()
+        self.training = Training(width=16, layers=2)
+        self.saves = {}
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return {}
+
+    def open(
+        self,
+        url: str,
+        rank: int,
+        world: int,
+        launch: str,
+        socket: str,
+        kind: str = "",
+        width: int = 16,
+        layers: int = 2,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """A new training and checkpointer of this rank; ``kind``: see :mod:`tests.ranks.models`."""
+        if kind:
+            from tests.ranks.models import ParallelTraining
+
+            self.training = ParallelTraining(kind, width=width, layers=layers)
+        else:
+            self.training = Training(width=width, layers=layers, seed=rank)
         self.saves = {}
         options.setdefault("keep", 50)
         options["keep"] = Keep(last=options["keep"])
@@ -63,6 +102,26 @@ class Worker:
         assert self.ckpt is not None
         self.training.step()
         self.saves[step] = self.ckpt.save(step)
+        return {}
+
+    def save_alone(self, step: int) -> dict[str, Any]:
+        """A save without a training step, and how many collectives it took."""
+        assert self.ckpt is not None
+        before = collectives()
+        self.saves[step] = self.ckpt.save(step)
+        self.saves[step].wait("sealed", timeout=60)
+        return {"collectives": sum(collectives()) - sum(before)}
+
+    def run(self) -> dict[str, Any]:
+        """A training step without a checkpoint."""
+        return {"loss": self.training.step()}
+
+    def whole(self, path: str) -> dict[str, Any]:
+        """Every tensor as torch gathers it, written to a file by rank 0."""
+        assert not isinstance(self.training, Training)
+        found = self.training.whole()
+        if dist.get_rank() == 0:
+            torch.save(found, path)
         return {}
 
     def wait(self, step: int, stage: str = "committed") -> dict[str, Any]:

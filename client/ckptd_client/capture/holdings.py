@@ -74,9 +74,8 @@ class Holdings:
         if known is not None:
             return _plain(tensor, known)
         parameter = self._parameter_of(name)
-        if parameter is not None:
-            return _state_part(tensor, parameter)
-        return _plain(tensor, Known(self._declared_ranks(name)))
+        part = _plain(tensor, Known()) if parameter is None else _state_part(tensor, parameter)
+        return replace(part, replicas=self._declared_ranks(name)) if part.whole and not part.replicas else part
 
     def parameter(self, name: str, tensor: torch.Tensor, flat: Flat | None = None) -> Parameter:
         """A parameter, whether or not it has state yet; or one of several in a flat one, the range ``flat`` of it."""
@@ -128,7 +127,8 @@ def _state_part(tensor: torch.Tensor, parameter: Parameter) -> Part:
         return Part(local, shape, None, None, of.replicas)
     if not tensor.dim():
         return Part(local, shape, None, None, parameter.everyone)
-    held = (of.span.stop - of.span.start,) if of.span is not None else tuple(of.local.shape)
-    if of.more or shape != held:
+    if of.span is not None and tensor.is_contiguous() and tensor.numel() == of.span.stop - of.span.start:
+        return replace(of, local=local.view(-1)) if tensor.numel() else holds_nothing(local, of.shape)
+    if of.span is not None or of.more or shape != tuple(of.local.shape):
         return Part(local, shape, None, None, ())
     return replace(of, local=local) if tensor.numel() else holds_nothing(local, of.shape)

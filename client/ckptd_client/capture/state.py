@@ -104,6 +104,7 @@ class State:
         self._leaves = Leaves(Placement(_rank() if rank is None else rank, world))
         self._names: ParameterNames = {}  # the same object as long as no parameter moved
         self._names_stand_for: list[tuple[ModuleSource | FlatSource, int]] = []
+        self._changes = 0  # how often anything has come to stand under another name
         self._flat_parameters: FlatParameters = {}
         self._known: dict[int, Known] = {}
         self._owned: set[int] = set()
@@ -184,6 +185,7 @@ class State:
         versions = [(source, source.version) for source in sources]
         if versions != self._names_stand_for:
             self._names_stand_for = versions
+            self._changes += 1
             self._names = _parameter_names(modules)
             self._flat_parameters = _flat_parameters(modules, partitions)
             self._known = {place: known for source in sources for place, known in source.known().items()}
@@ -225,7 +227,7 @@ class State:
             tops = [*tops, [RNG, self._rng.walk(walk)]]
         kept = self._leaves
         optimizers = [s for _, s in self._sources.values() if isinstance(s, OptimizerSource)]
-        context = (self._names, [(source, source.version) for source in optimizers])
+        context = (self._changes, [(source, source.version) for source in optimizers])
         kept.update(walk.names, walk.tensors, walk.fenced, context, self._holdings)
         return Capture(
             kept.leaves,
