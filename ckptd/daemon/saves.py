@@ -148,21 +148,21 @@ class Saves:
 
     # Waiting
 
-    def under_way(self, seat: Seat | None = None) -> list[Save]:
-        """Saves that are neither committed nor failed."""
-        return [save for save in self._under_way if seat is None or save.owner.seat == seat]
+    def under_way(self, url: str | None = None) -> list[Save]:
+        """Saves, of the run at a root or of all runs, that are neither committed nor failed."""
+        return [save for save in self._under_way if url is None or save.owner.seat.url == url]
 
     def busy_owners(self) -> set[Owner]:
         """Whose stores are in use."""
         return {save.owner for save in self._under_way} | set(self._resuming.values())
 
-    async def idle(self, seat: Seat | None, deadline_seconds: float) -> None:
-        """Return when no save (of this seat) is under way, nor a commit that was left behind. Raises
-        :class:`DeadlineExceeded` that names what is."""
+    async def idle(self, url: str | None, deadline_seconds: float) -> None:
+        """Return when no save, of whichever rank of the run at ``url``, is under way, nor a commit that was left
+        behind. Raises :class:`DeadlineExceeded` that names what is."""
         until = time.monotonic() + deadline_seconds
         while True:
-            waiting = self.under_way(seat)
-            resuming = [task for task, owner in self._resuming.items() if seat in (None, owner.seat)]
+            waiting = self.under_way(url)
+            resuming = [task for task, owner in self._resuming.items() if url in (None, owner.seat.url)]
             if not waiting and not resuming:
                 return
             left = until - time.monotonic()

@@ -230,5 +230,5 @@ class Session:
         return Done(request=request.request), None
 
     async def _await_idle(self, owner: Owner, request: AwaitIdle) -> tuple[Outgoing, int | None]:
-        await self.service.saves.idle(owner.seat, request.deadline_seconds)
+        await self.service.saves.idle(owner.seat.url, request.deadline_seconds)
         return Done(request=request.request), None

@@ -151,7 +151,7 @@ class Skip(Message, kw_only=True, frozen=True, tag="skip"):
 
 
 class AwaitIdle(Request, kw_only=True, frozen=True, tag="await_idle"):
-    """Answered by Done when no save of this run and rank is in flight, or the time is up (Refused)."""
+    """Answered by Done when no save of this run, of whichever rank, is in flight, or the time is up (Refused)."""
 
     deadline_seconds: float
 

@@ -19,9 +19,11 @@ from ckptd.format.digests import DIGEST_BYTES, digest_blocks
 from ckptd.format.keys import receipt_key
 from ckptd.format.records import IndexPiece, Layout, Receipt, Snapshot, TensorEntry, decode, decode_layout
 from ckptd.format.shard import block_bounds
+from ckptd.format.tree import decode_json
 from ckptd.limits import BLOCK_BYTES_MAX, RECEIPT_BYTES_MAX
 from ckptd.wire.messages import SnapshotOffer
 from ckptd_client.blocking import run_blocking
+from ckptd_client.capture.nodes import node_at
 from ckptd_client.capture.stored import Described, Ranks, Wanted
 from ckptd_client.gather import FromMemory, Scratch, gather
 from ckptd_client.roots import Root
@@ -39,7 +41,7 @@ class MemoryOffers(Protocol):
         ...
 
     def await_idle(self) -> None:
-        """Wait, bounded, until no save of this rank is in flight any more."""
+        """Wait, bounded, until no save of this run is in flight any more on this node."""
         ...
 
 
@@ -97,16 +99,13 @@ class HeldCheckpoint:
         rank: int,
         world: int,
         scratch: Scratch,
-        each_ranks: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
-        """``each_ranks``: for the objects that take over the states of another number of ranks, what each rank saved.
-        Raises :class:`IntegrityError` where what is here is not enough for this rank."""
+        """Raises :class:`IntegrityError` where what is here is not enough for this rank."""
         first = next(iter(held.values())).snapshot
         self.ranks = Ranks(rank, world, first.world, f"{first.run}/{first.version}")
         self._held = held
         self._root = root
         self._scratch = scratch
-        self._each_ranks = each_ranks or {}
         needed = [rank] if self.ranks.same else list(range(first.world))
         if lacking := [one for one in needed if one not in held]:
             raise IntegrityError(f"the snapshot of rank {lacking[0]} is not in this node's memory")
@@ -186,7 +185,11 @@ class HeldCheckpoint:
 
     def of_each_rank(self, part: str) -> Sequence[Any] | None:
         """See :class:`Stored`."""
-        return self._each_ranks.get(part)
+        if self.ranks.same:
+            return None
+        trees = [decode_json(bytes(self._held[rank].snapshot.tree)) for rank in range(self.ranks.saved_world)]
+        nodes = [node_at(tree, part) for tree in trees]
+        return None if any(node is None for node in nodes) else nodes
 
 
 def _covering(entries: Mapping[int, TensorEntry], wanted: Region, shape: tuple[int, ...]) -> list[IndexPiece]:

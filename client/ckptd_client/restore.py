@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 from ckptd.checkpoint.reader import CheckpointReader
@@ -26,16 +25,15 @@ from ckptd_client.capture.nodes import node_at
 from ckptd_client.capture.restore import refuse_unexpected
 from ckptd_client.capture.selection import EVERYTHING, NOTHING, Selection
 from ckptd_client.committed import CommittedCheckpoint
+from ckptd_client.decision import in_words, is_newer, judged, listed, usable
 from ckptd_client.gather import Scratch
 from ckptd_client.held import HeldCheckpoint, HeldSnapshot, MemoryOffers
-from ckptd_client.nearest import UNPROVEN, Found, candidates, from_nearest, mark_verified, run_in
+from ckptd_client.nearest import UNPROVEN, Found, from_nearest, mark_verified
 from ckptd_client.roots import Root
-
-CANDIDATES_MAX = 16
-"""So many checkpoints, newest first, are tried before a restore gives up."""
 
 Source = Literal["memory", "storage", "none"]
 
+_States = Mapping[str, Sequence[Any]] | CkptdError
 _log = logging.getLogger(__name__)
 
 EMPTY_REPORT = Report((), (), (), (), ())
@@ -80,6 +78,8 @@ class _Attempt(NamedTuple):
     """``None`` where it came from memory."""
     passed_over: tuple[str, ...] = ()
     """Nearer tiers, and why they did not do."""
+    unused: tuple[str, ...] = ()
+    """Why what this node has in memory of it was not enough."""
 
     @property
     def source(self) -> Source:
@@ -107,16 +107,19 @@ class Restorer:
         self._scratch = scratch
         self._wish = wish
         self._run_id = ""
+        self._in_memory: list[str] = []
+        """Versions that every rank that saved has left in some node's memory."""
+        self._unfinished: list[str] = []
+        """In words, what only some of the ranks that saved have left there."""
 
     def restore(self) -> Restored:
         """See :meth:`ckptd_client.Checkpointer.restore`."""
         reshaping = self._agreement.decide("reshaping", self._state.reshaping(), _all_names)
         candidates = self._candidates()
-        passed_over: list[str] = []
+        passed_over = list(self._unfinished)
         for text in candidates:
             version = parse_version(text)
-            attempt = self._prepare(version, self._states_of_each_rank(version, reshaping))
-            outcome = self._agreement.decide("vote", self._vote(attempt), _judged)
+            attempt, outcome = self._attempt(version, reshaping)
             refusals = outcome["refusals"]
             if not refusals:
                 return self._take(version, attempt, outcome, passed_over)
@@ -130,14 +133,30 @@ class Restorer:
             _log.warning("%s", passed_over[-1])
         if candidates:
             raise IntegrityError(
-                f"{self._where}: none of {len(candidates)} checkpoints verifies: {passed_over[0]}",
+                f"{self._where}: none of {len(candidates)} checkpoints verifies: {passed_over[len(self._unfinished)]}",
                 hint="`ckptd verify` says of each what is wrong with it",
             )
         if self._wish.required:
             raise NoCheckpoint(
                 f"{self._where}: there is no checkpoint", hint="restore without required=True to start anew"
             )
-        return Restored()
+        found = Restored(report=replace(EMPTY_REPORT, notices=tuple(passed_over)))
+        found.decision = "; ".join([found.decision, *passed_over])
+        return found
+
+    def _attempt(self, version: Version, reshaping: Sequence[str]) -> tuple[_Attempt, dict[str, Any]]:
+        """What this rank has of a checkpoint, and what the votes of all ranks add up to."""
+        attempt = self._prepare(version, self._states_of_each_rank(version, reshaping))
+        outcome = self._agreement.decide("vote", self._vote(attempt), judged)
+        if str(version) not in self._in_memory or not any(r["error"] == "NoCheckpoint" for r in outcome["refusals"]):
+            return attempt, outcome
+        # Some rank needs what other nodes have in memory. All of it is sealed, so it is about to be committed.
+        self._offers.await_idle()
+        self._agreement.decide("idle", None, lambda _: None)
+        states = self._states_of_each_rank(version, reshaping)
+        if attempt.prepared is None:
+            attempt = self._prepare(version, states)
+        return attempt, self._agreement.decide("vote", self._vote(attempt), judged)
 
     def _take(
         self, version: Version, attempt: _Attempt, outcome: dict[str, Any], passed_over: Sequence[str]
@@ -149,12 +168,13 @@ class Restorer:
         self._apply(prepared)
         if self._wish.selection.everything and prepared.ranks.same:
             mark_verified(self._agreement, self._roots, attempt.read_from, version)
-        decision = "; ".join([_decision(version, prepared.ranks.saved_world, outcome["sources"]), *passed_over])
+        decided = in_words(version, prepared.ranks.saved_world, outcome["sources"])
+        decision = "; ".join([decided, *outcome["unused"], *passed_over])
         _log.info("restored %s", decision)
         report = replace(
             prepared.report,
             unexpected=tuple(outcome["unexpected"]),
-            notices=(*passed_over, *attempt.passed_over, *prepared.report.notices),
+            notices=(*outcome["unused"], *passed_over, *attempt.passed_over, *prepared.report.notices),
         )
         tier = attempt.read_from.url if attempt.read_from is not None else ""
         return Restored(version.step, attempt.source, 0, version, decision, report, prepared.values, tier)
@@ -179,30 +199,19 @@ class Restorer:
     def _candidates(self) -> list[str]:
         """Versions in the order in which to try them; the same on all ranks."""
         held = [[str(Version(o.step, o.generation)), o.run, o.world, o.rank] for o in self._offers.held()]
-        self._run_id, in_memory = self._agreement.decide(
-            "offers", held, lambda all_held: run_blocking(self._usable(all_held))
+        self._run_id, self._in_memory, some = self._agreement.decide(
+            "offers", held, lambda all_held: run_blocking(usable(self._roots, all_held))
         )
-        if not in_memory:
+        if not self._in_memory:
             # Somebody's snapshot is gone. What the daemons still write may become the newest checkpoint.
             self._offers.await_idle()
-        versions = [parse_version(text) for text in in_memory]
-        return self._agreement.decide("candidates", None, lambda _: run_blocking(self._list(versions)))
-
-    async def _usable(self, held: list[list[list[Any]]]) -> list[Any]:
-        """The id of the run that lies in the tiers now, empty where there is none, and the snapshots of it that are in
-        memory for every rank that took one. What is left of a run that was deleted counts for nothing."""
-        run = await run_in(self._roots)
-        found: dict[str, set[int]] = {}
-        worlds: dict[str, int] = {}
-        for version, run_id, world, rank in (offer for of_rank in held for offer in of_rank):
-            if run_id == run:
-                found.setdefault(version, set()).add(rank)
-                worlds[version] = world
-        return [run, sorted(version for version, ranks in found.items() if len(ranks) == worlds[version])]
-
-    async def _list(self, in_memory: list[Version]) -> list[str]:
-        found = await candidates(self._roots, self._wish.step, in_memory)
-        return [str(version) for version in found[:CANDIDATES_MAX]]
+        versions = [parse_version(text) for text in self._in_memory]
+        candidates = self._agreement.decide(
+            "candidates", None, lambda _: run_blocking(listed(self._roots, self._wish.step, versions))
+        )
+        if self._wish.step == "latest":
+            self._unfinished = [words for text, words in some if is_newer(text, candidates)]
+        return candidates
 
     @property
     def _where(self) -> str:
@@ -210,23 +219,21 @@ class Restorer:
 
     # States that another number of ranks takes over
 
-    def _states_of_each_rank(self, version: Version, names: Sequence[str]) -> dict[str, list[Any]]:
+    def _states_of_each_rank(self, version: Version, names: Sequence[str]) -> _States:
         """By name of an object, the node of each rank that saved it; empty on as many ranks as saved. Read once, by
-        rank 0."""
+        rank 0. The error where that cannot be read."""
         if not names:
             return {}
 
-        def read(_: object) -> dict[str, list[Any]]:
+        def read(_: object) -> list[Any]:
             try:
-                return from_nearest(
-                    self._roots, lambda root: run_blocking(self._read_states(root, version, names))
-                ).value
+                found = from_nearest(self._roots, lambda root: run_blocking(self._read_states(root, version, names)))
+                return [found.value, None]
             except CkptdError as error:
-                # Whoever needs them finds them missing, and says so in its vote.
-                _log.warning("the states of all ranks at step %d cannot be read: %s", version.step, first_line(error))
-                return {}
+                return [None, to_fields(error)]
 
-        return self._agreement.decide("states", None, read)
+        states, error = self._agreement.decide("states", None, read)
+        return states if error is None else from_fields(error["error"], error["message"], error["hint"])
 
     async def _read_states(self, root: Root, version: Version, names: Sequence[str]) -> dict[str, list[Any]]:
         async with (
@@ -245,21 +252,25 @@ class Restorer:
 
     # Preparing
 
-    def _prepare(self, version: Version, each_ranks: Mapping[str, Sequence[Any]]) -> _Attempt:
+    def _prepare(self, version: Version, each_ranks: _States) -> _Attempt:
         """Everything but touching the live state."""
+        unused: list[str] = []
         try:
-            held = self._held(version)
-            prepared = self._from_memory(held, each_ranks) if held else None
+            held = self._held(version, unused)
+            prepared = self._from_memory(held, unused) if held else None
             if prepared is not None:
                 return _Attempt(prepared, None)
+            if isinstance(each_ranks, CkptdError):
+                raise each_ranks
             found = self._from_storage(version, held, each_ranks)
-            return _Attempt(found.value, None, found.root, found.passed_over)
+            return _Attempt(found.value, None, found.root, found.passed_over, tuple(unused))
         except CkptdError as error:
             final = not isinstance(error, UNPROVEN)
             return _Attempt(None, {"rank": self._agreement.rank, "final": final, **to_fields(error)})
 
-    def _held(self, version: Version) -> dict[int, HeldSnapshot]:
-        """What is sound, at first sight, of a checkpoint in this node's memory."""
+    def _held(self, version: Version, unused: list[str]) -> dict[int, HeldSnapshot]:
+        """What is sound, at first sight, of a checkpoint in this node's memory. Why something is not goes to
+        ``unused``."""
         found: dict[int, HeldSnapshot] = {}
         for offer in self._offers.held():
             if (offer.step, offer.generation, offer.run) != (version.step, version.generation, self._run_id):
@@ -267,26 +278,20 @@ class Restorer:
             try:
                 found.setdefault(offer.rank, HeldSnapshot.at(self._offers, offer))
             except CkptdError as error:
-                _log.warning("the snapshot of rank %d in memory is not used: %s", offer.rank, first_line(error))
+                unused.append(f"the snapshot of rank {offer.rank} in memory is damaged: {first_line(error)}")
+                _log.warning("%s", unused[-1])
         return found
 
-    def _from_memory(
-        self, held: Mapping[int, HeldSnapshot], each_ranks: Mapping[str, Sequence[Any]]
-    ) -> Prepared | None:
+    def _from_memory(self, held: Mapping[int, HeldSnapshot], unused: list[str]) -> Prepared | None:
         try:
-            checkpoint = HeldCheckpoint(
-                held,
-                self._roots[0],
-                rank=self._agreement.rank,
-                world=self._agreement.world,
-                scratch=self._scratch,
-                each_ranks=each_ranks,
-            )
+            ranks = self._agreement
+            checkpoint = HeldCheckpoint(held, self._roots[0], rank=ranks.rank, world=ranks.world, scratch=self._scratch)
             return self._state.prepare(
                 checkpoint, strict=self._wish.strict, selection=self._wish.selection, cast_=self._wish.cast
             )
         except UNPROVEN as error:
-            _log.warning("not restored from memory: %s", first_line(error))
+            unused.append(first_line(error))
+            _log.warning("not restored from memory: %s", unused[-1])
             return None
 
     def _from_storage(
@@ -308,40 +313,20 @@ class Restorer:
                     checkpoint, strict=self._wish.strict, selection=self._wish.selection, cast_=self._wish.cast
                 )
 
-        try:
-            found = from_nearest(self._roots, read)
-        except NoCheckpoint:
-            if not held:
-                raise
-            self._offers.await_idle()  # all have it sealed, so it is about to be committed
-            found = from_nearest(self._roots, read)
+        found = from_nearest(self._roots, read)
         for snapshot in held.values():
             snapshot.check_still_there()
         return found
 
     def _vote(self, attempt: _Attempt) -> dict[str, Any]:
         unexpected = attempt.prepared.report.unexpected if attempt.prepared is not None else ()
-        return {"refusal": attempt.refusal, "source": attempt.source, "unexpected": list(unexpected)}
-
-
-def _judged(votes: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the votes of all ranks, in their order, add up to. Only what no rank expects is unexpected."""
-    everywhere = set(votes[0]["unexpected"]).intersection(*(vote["unexpected"] for vote in votes[1:]))
-    return {
-        "refusals": [vote["refusal"] for vote in votes if vote["refusal"] is not None],
-        "unexpected": [name for name in votes[0]["unexpected"] if name in everywhere],
-        "sources": [vote["source"] for vote in votes],
-    }
+        return {
+            "refusal": attempt.refusal,
+            "source": attempt.source,
+            "unexpected": list(unexpected),
+            "unused": [f"rank {self._agreement.rank} not from memory: {reason}" for reason in attempt.unused],
+        }
 
 
 def _all_names(of_ranks: list[list[str]]) -> list[str]:
     return sorted({name for names in of_ranks for name in names})
-
-
-def _decision(version: Version, saved_world: int, sources: Sequence[str]) -> str:
-    """In words, such as ``step 20 (generation 3) of 4 ranks: memory on ranks 0-2, storage on rank 3``."""
-    spans: list[str] = []
-    for source, group in groupby(enumerate(sources), key=lambda item: item[1]):
-        ranks = [rank for rank, _ in group]
-        spans.append(f"{source} on " + (f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"))
-    return f"step {spoken(version)}, saved by {saved_world} ranks: {', '.join(spans)}"

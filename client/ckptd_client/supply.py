@@ -67,7 +67,7 @@ class ArenaSupply:
         return arena, offer.slot
 
     def await_idle(self) -> None:
-        """Wait, bounded, until the daemon has no save of this rank in flight."""
+        """Wait, bounded, until the daemon has no save of this run in flight, of whichever rank."""
         request = AwaitIdle(deadline_seconds=IDLE_SECONDS)
         try:
             self._link.ask(request, Done, seconds=IDLE_SECONDS + 10)

@@ -83,7 +83,7 @@ def _losses(path: Path) -> dict[int, float]:
 
 
 def test_help_needs_no_run() -> None:
-    for module in ("examples.train", "examples.ddp", "examples.demo"):
+    for module in ("examples.train", "examples.ddp", "examples.elastic", "examples.demo"):
         argv = [sys.executable, "-m", module, "--help"]
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ckptd_client import Checkpointer, Keep, Save
+from ckptd_client import Checkpointer, Keep, Save, supply
 from tests.client.conftest import Training
 
 if TYPE_CHECKING:
     from tests.ranks.models import ParallelTraining
+
+IDLE_SECONDS = supply.IDLE_SECONDS
 
 
 def collectives() -> list[int]:
@@ -59,17 +61,21 @@ class Worker:
         kind: str = "",
         width: int = 16,
         layers: int = 2,
+        seed: int | None = None,
+        idle_seconds: float = IDLE_SECONDS,
         **options: Any,
     ) -> dict[str, Any]:
-        """A new training and checkpointer of this rank. ``kind``: see :mod:`tests.ranks.models`; ``node``: what its
-        machine is called."""
+        """A new training and checkpointer of this rank. ``kind``: see :mod:`tests.ranks.models`; with a ``seed`` all ranks
+        train the very same. ``node``: what its machine is called. ``idle_seconds``: how long a restore waits for saves
+        in flight."""
         os.environ["CKPTD_NODE"] = node
+        supply.IDLE_SECONDS = idle_seconds
         if kind:
             from tests.ranks.models import ParallelTraining
 
             self.training = ParallelTraining(kind, width=width, layers=layers)
         else:
-            self.training = Training(width=width, layers=layers, seed=rank)
+            self.training = Training(width=width, layers=layers, seed=rank if seed is None else seed)
         self.saves = {}
         options.setdefault("keep", 50)
         options["keep"] = Keep(last=options["keep"])
@@ -86,6 +92,7 @@ class Worker:
             "source": restored.source,
             "generation": restored.generation,
             "tier": restored.tier,
+            "decision": restored.decision,
             "notices": list(restored.report.notices),
             "weights": self.weights(),
         }
@@ -107,7 +114,7 @@ class Worker:
         assert self.ckpt is not None
         self.training.step()
         self.saves[step] = self.ckpt.save(step)
-        return {}
+        return {"weights": self.weights()}
 
     def save_alone(self, step: int) -> dict[str, Any]:
         """A save without a training step, and how many collectives it took."""
