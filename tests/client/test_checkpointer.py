@@ -128,6 +128,25 @@ def test_a_run_with_checkpoints_is_not_written_over_unasked(open_ckpt: Open, tmp
     fresh.save(1).wait(timeout=10)
 
 
+def test_nothing_draws_from_the_trainings_random_numbers(
+    own_daemon: Callable[..., Daemon], open_ckpt: Open, tmp_run: str
+) -> None:
+    """Neither waiting for a daemon that is not there yet, nor coming back to one that was killed."""
+    here = own_daemon()
+    training = Training()
+    before = random.getstate(), np.random.get_state(legacy=True)[1].tolist(), torch.get_rng_state().tolist()
+    here.kill()
+    ckpt = open_ckpt(tmp_run, training.state, socket=here.socket)
+    ckpt.restore()
+    ckpt.save(1).wait()
+    here.kill()
+    ckpt.save(2).wait()
+    ckpt.close()
+    here.kill()
+    after = random.getstate(), np.random.get_state(legacy=True)[1].tolist(), torch.get_rng_state().tolist()
+    assert before == after
+
+
 def test_random_numbers_of_all_kinds_go_on(open_ckpt: Open, tmp_run: str) -> None:
     def draw() -> list[float]:
         return [random.random(), float(np.random.rand()), torch.rand(1).item()]

@@ -65,9 +65,9 @@ class Worker:
         idle_seconds: float = IDLE_SECONDS,
         **options: Any,
     ) -> dict[str, Any]:
-        """A new training and checkpointer of this rank. ``kind``: see :mod:`tests.ranks.models`; with a ``seed`` all ranks
-        train the very same. ``node``: what its machine is called. ``idle_seconds``: how long a restore waits for saves
-        in flight."""
+        """A new training and checkpointer of this rank. ``kind``: see :mod:`tests.ranks.models`; with a ``seed`` all
+        ranks train the very same. ``node``: what its machine is called. ``idle_seconds``: how long a restore waits for
+        saves in flight."""
         os.environ["CKPTD_NODE"] = node
         supply.IDLE_SECONDS = idle_seconds
         if kind:
