@@ -94,6 +94,14 @@ class Ranks:
             self[rank].start()  # here: a process dies with the thread that started it
         self.each("open", lambda rank: {"rank": rank, "socket": str(places[rank]), **same})
 
+    def group(self, world: int, folder: Path) -> None:
+        """Let ranks join a process group, until the test is over."""
+        self.world = world
+        for rank in range(world):
+            self[rank].start()
+        store = str(folder / f"store-{uuid.uuid4().hex}")
+        self.each("group", lambda rank: {"store": store, "rank": rank, "world": world})
+
     def __getitem__(self, rank: int) -> Rank:
         return self._workers[rank]
 
@@ -123,15 +131,30 @@ class Ranks:
         return answers
 
 
-@pytest.fixture(scope="session")
-def workers(private_folders: Path) -> Iterator[list[Rank]]:
-    """Four of them; started when first asked."""
-    found = [Rank() for _ in range(4)]
+_workers = [Rank() for _ in range(4)]
+_others = [Rank() for _ in range(4)]
+
+
+def _running(found: list[Rank]) -> Iterator[list[Rank]]:
     for rank in found:
         rank.start()
     yield found
     for rank in found:
         rank.kill()
+
+
+@pytest.fixture(scope="session")
+def workers(private_folders: Path) -> Iterator[list[Rank]]:
+    """Four of them; started when first asked, and the same in every folder of tests."""
+    yield from _running(_workers)
+
+
+@pytest.fixture(scope="session")
+def others(private_folders: Path) -> Iterator[Ranks]:
+    """A world of other processes, for what is to be restored while those that saved it live."""
+    found = Ranks(_others)
+    for _ in _running(_others):
+        yield found
 
 
 @pytest.fixture
@@ -142,7 +165,7 @@ def ranks(workers: list[Rank]) -> Iterator[Ranks]:
     for worker in workers:
         worker.start()
         try:
-            worker.do("close")
+            worker.do("ungroup")
         except RankError:
             worker.kill()
     for worker in workers:

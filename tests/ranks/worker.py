@@ -8,12 +8,18 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from ckptd_client import Checkpointer, Keep, Save
+from ckptd_client.restore import Restored
 from tests.client.conftest import Training
+
+if TYPE_CHECKING:
+    from tests.ranks.layouts import LayoutTraining
+    from tests.ranks.odd import OddTraining
 
 
 class Worker:
@@ -21,12 +27,47 @@ class Worker:
 
     def __init__(self) -> None:
         self.ckpt: Checkpointer | None = None
-        self.training = Training(width=16, layers=2)
+        self.training: Training | LayoutTraining | OddTraining = Training(width=16, layers=2)
         self.saves: dict[int, Save] = {}
 
-    def open(self, url: str, rank: int, world: int, launch: str, socket: str, **options: Any) -> dict[str, Any]:
-        """A new training and checkpointer of this rank."""
-        self.training = Training(width=16, layers=2, seed=rank)
+    def group(self, store: str, rank: int, world: int) -> dict[str, Any]:
+        """Join a process group."""
+        dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+        return {}
+
+    def ungroup(self) -> dict[str, Any]:
+        """Leave it, and everything that was built on it."""
+        self.close()
+        self.training = Training(width=16, layers=2)
+        self.saves = {}
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return {}
+
+    def open(
+        self,
+        url: str,
+        rank: int,
+        world: int,
+        launch: str,
+        socket: str,
+        layout: str = "",
+        odd: str = "",
+        of: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """A new training and checkpointer of this rank; ``layout``: see :mod:`tests.ranks.layouts`, ``odd``: see
+        :mod:`tests.ranks.odd`; ``of``: what they are told."""
+        if layout:
+            from tests.ranks.layouts import LayoutTraining
+
+            self.training = LayoutTraining(layout, **(of or {}))
+        elif odd:
+            from tests.ranks.odd import OddTraining
+
+            self.training = OddTraining(odd, rank, world, **(of or {}))
+        else:
+            self.training = Training(width=16, layers=2, seed=rank)
         self.saves = {}
         options.setdefault("keep", 50)
         options["keep"] = Keep(last=options["keep"])
@@ -37,16 +78,11 @@ class Worker:
 
     def restore(self, **options: Any) -> dict[str, Any]:
         assert self.ckpt is not None
-        restored = self.ckpt.restore(**options)
-        return {
-            "step": restored.step,
-            "source": restored.source,
-            "generation": restored.generation,
-            "notices": list(restored.report.notices),
-            "weights": self.weights(),
-        }
+        return {**_described(self.ckpt.restore(**options)), "weights": self.weights()}
 
     def weights(self) -> list[str]:
+        if not isinstance(self.training, Training):
+            return []
         return [parameter.sum().item().hex() for parameter in self.training.model.parameters()]
 
     def train(self, step: int) -> dict[str, Any]:
@@ -65,6 +101,29 @@ class Worker:
         self.saves[step] = self.ckpt.save(step)
         return {}
 
+    def save_as_it_is(self, step: int) -> dict[str, Any]:
+        """A save without a training step, and its end."""
+        assert self.ckpt is not None
+        self.saves[step] = self.ckpt.save(step)
+        return self.wait(step)
+
+    def run(self, steps: int = 1) -> dict[str, Any]:
+        """Training steps without a checkpoint."""
+        return {"losses": [self.training.step().hex() for _ in range(steps)]}
+
+    def shift(self, field: str) -> dict[str, Any]:
+        """Change the optimizer's state of the last parameter, so that it is another one than on other ranks."""
+        optimizer = self.training.optimizer
+        optimizer.state[optimizer.param_groups[0]["params"][-1]][field] += 1
+        return {}
+
+    def values(self) -> dict[str, Any]:
+        """A digest of all that the training consists of, whole, and of this rank's generators."""
+        from tests.ranks.layouts import generators
+
+        assert not isinstance(self.training, Training)
+        return {"values": self.training.values(), "generators": generators()}
+
     def wait(self, step: int, stage: str = "committed") -> dict[str, Any]:
         self.saves[step].wait(stage, timeout=60)  # type: ignore[arg-type]
         return {"state": self.saves[step].state}
@@ -74,6 +133,21 @@ class Worker:
             ckpt, self.ckpt = self.ckpt, None
             ckpt.close(60)
         return {}
+
+
+def _described(restored: Restored) -> dict[str, Any]:
+    report = restored.report
+    return {
+        "step": restored.step,
+        "source": restored.source,
+        "generation": restored.generation,
+        "decision": restored.decision,
+        "notices": list(report.notices),
+        "loaded": list(report.loaded),
+        "missing": list(report.missing),
+        "unexpected": list(report.unexpected),
+        "skipped": dict(report.skipped),
+    }
 
 
 def main() -> None:
