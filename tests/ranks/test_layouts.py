@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from ckptd.format.records import Receipt, Snapshot, decode, decode_layout
+from ckptd.limits import MIB
 from devtools.seaweedfs import S3Endpoint
 from tests.client.conftest import Daemon
 from tests.ranks.conftest import Rank, RankError, Ranks
@@ -244,3 +245,34 @@ def test_a_part_is_taken_by_patterns(
         for name in everything
         if not name.startswith("group/") and name not in ("model/blocks.0.up.weight", "model/blocks.0.up.bias")
     }
+
+
+@pytest.mark.parametrize("saved_world", [1, 4])
+def test_each_rank_reads_little_more_than_its_own(
+    ranks: Ranks, daemon: Daemon, own_daemon: Start, tmp_path: Path, tmp_run: str, saved_world: int
+) -> None:
+    """64 MB in runs of 8 MiB: bytes are those that are needed, once over all ranks, and requests grow with the ranks
+    and the windows, not with ranks times ranks."""
+    rows, row_bytes = 8, 8 * MIB
+    of = {"rows": rows, "row_bytes": row_bytes}
+    begin(ranks, tmp_path, daemon.socket, tmp_run, ("rows", saved_world), of=of)
+    ranks.each("restore")
+    ranks.each("save_as_it_is", step=STEPS)
+    before = values_of(ranks)[0]
+    end(ranks)
+    socket = own_daemon().socket
+    requests: dict[int, int] = {}
+    for world in (1, 2, 3, 4):
+        begin(ranks, tmp_path, socket, tmp_run, ("rows", world), of={**of, "seed": 9})
+        answers = ranks.each("restore_counted")
+        assert {answer["source"] for answer in answers} == {"storage"}
+        assert values_of(ranks)[0] == before
+        read = [answer["counts"]["read_into"] for answer in answers]
+        records = sum(answer["counts"]["get"][1] for answer in answers)
+        assert sum(size for _, size in read) + records <= 1.05 * rows * row_bytes
+        # At most a window is added by each cut between two ranks' rows.
+        assert sum(calls for calls, _ in read) <= rows + saved_world + world
+        requests[world] = sum(calls for answer in answers for calls, _ in answer["counts"].values())
+        end(ranks)
+    for world in (2, 3, 4):
+        assert requests[world] <= world * requests[1]

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ckptd.storage import Backend
 from ckptd_client import Checkpointer, Keep, Save
 from ckptd_client.restore import Restored
 from tests.client.conftest import Training
 
 if TYPE_CHECKING:
-    from tests.ranks.layouts import LayoutTraining
+    from tests.ranks.layouts import LayoutTraining, RowsTraining
     from tests.ranks.odd import OddTraining
 
 
@@ -27,7 +28,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.ckpt: Checkpointer | None = None
-        self.training: Training | LayoutTraining | OddTraining = Training(width=16, layers=2)
+        self.training: Training | LayoutTraining | RowsTraining | OddTraining = Training(width=16, layers=2)
         self.saves: dict[int, Save] = {}
 
     def group(self, store: str, rank: int, world: int) -> dict[str, Any]:
@@ -58,7 +59,11 @@ class Worker:
     ) -> dict[str, Any]:
         """A new training and checkpointer of this rank; ``layout``: see :mod:`tests.ranks.layouts`, ``odd``: see
         :mod:`tests.ranks.odd`; ``of``: what they are told."""
-        if layout:
+        if layout == "rows":
+            from tests.ranks.layouts import RowsTraining
+
+            self.training = RowsTraining(**(of or {}))
+        elif layout:
             from tests.ranks.layouts import LayoutTraining
 
             self.training = LayoutTraining(layout, **(of or {}))
@@ -79,6 +84,30 @@ class Worker:
     def restore(self, **options: Any) -> dict[str, Any]:
         assert self.ckpt is not None
         return {**_described(self.ckpt.restore(**options)), "weights": self.weights()}
+
+    def restore_counted(self) -> dict[str, Any]:
+        """A restore, and what it asked of the backend: by operation, calls and bytes."""
+        from ckptd_backends.wrappers import Traced
+
+        backends: list[Traced] = []
+        begin = Traced.__init__
+
+        def noted(traced: Traced, inner: Backend) -> None:
+            begin(traced, inner)
+            backends.append(traced)
+
+        Traced.__init__ = noted  # type: ignore[method-assign]
+        try:
+            answer = self.restore()
+        finally:
+            Traced.__init__ = begin  # type: ignore[method-assign]
+        counts: dict[str, list[int]] = {}
+        for traced in backends:
+            for operation, count in traced.counts.items():
+                sums = counts.setdefault(operation, [0, 0])
+                sums[0] += count.calls
+                sums[1] += count.size_bytes
+        return {**answer, "counts": counts}
 
     def weights(self) -> list[str]:
         if not isinstance(self.training, Training):

@@ -78,7 +78,7 @@ class SavedStates:
                 if all(restoring.can_be_had(name, value) for value in values):
                     restoring.compare(values[0].name, values[1].name, part)
             elif values[0] != values[1]:
-                restoring.mismatch(name, f"tied to {owner} here, and has another {field} in the checkpoint")
+                restoring.mismatch(name, f"tied to {owner!r} here, and has another {field} in the checkpoint")
 
 
 def _full_names(key: Key, paths: set[Path]) -> list[str]:
