@@ -53,6 +53,20 @@ OFFERS_MAX = 256
 SEND_QUEUE_MAX = 1024
 """Messages that wait for a client that does not read; then it is disconnected."""
 
+# Tiers
+
+TIERS_MAX = 8
+"""Of one run; their numbers are one digit in keys."""
+TIER_ANSWER_SECONDS = 10.0
+"""How long a start waits for a tier, where it can do without: it may be down for days."""
+COPIES_AT_ONCE = 2
+"""Shards of one node on their way to one further tier. Each holds the parts in flight and no more."""
+COPY_READS_AT_ONCE = 2
+"""Reads of the nearer tier for all copies to one further tier: a save that is being written there goes on."""
+EXCHANGED_KEPT = 16
+"""Of checkpoints that are not committed, so many, the newest, keep their exchanged receipts; as many as there may be
+snapshots in memory."""
+
 # Waits
 
 CONNECT_SECONDS = 30.0
@@ -66,5 +80,13 @@ IDLE_EXIT_SECONDS = 3600.0
 TOMBSTONE_SECONDS = 2 * COMMIT_SECONDS
 """A deletion stays announced for so long after it, by the store's clock, so that a daemon that is late to commit the
 checkpoint learns of it."""
+COPY_RETRY_SECONDS = 5.0
+"""After a failed copy to a further tier; doubled for each further failure, with jitter."""
+COPY_RETRY_SECONDS_MAX = 120.0
+COPY_POLL_SECONDS_MAX = 15.0
+"""How seldom a daemon without rank 0 may look for what rank 0's has chosen to copy."""
+COPY_LINGER_SECONDS = 60.0
+"""So long after the last news of a run whose trainers here have ended, its further tiers are served; as long as
+:data:`COMMIT_SECONDS` where they fail."""
 LEASE_SECONDS = 60.0
 """A writer's lease that is older than this, by the store's clock, has expired."""

@@ -72,6 +72,15 @@ class Source(Protocol):
         ...
 
 
+@runtime_checkable
+class ReleasableSource(Source, Protocol):
+    """A source that holds only what is being read of it, and so takes less memory than the object."""
+
+    def stored(self, start: int, stop: int) -> None:
+        """The store has ``view[start:stop]``: until ``ready`` is awaited for it again, it may change."""
+        ...
+
+
 class Backend(Protocol):
     """Objects under one root. Safe to use from any number of tasks of one event loop."""
 
@@ -87,7 +96,8 @@ class Backend(Protocol):
         """Store one object. Atomic: readers see all of it or nothing. Durable on return.
 
         With a :class:`Source`, ``ready`` is awaited before each part is read and ``complete`` before the object
-        becomes visible. May be called again with the same bytes. Keeps no reference to ``data`` after it returned or
+        becomes visible; a :class:`ReleasableSource` is told of each part that need not be read again, where the backend
+        reads in parts. May be called again with the same bytes. Keeps no reference to ``data`` after it returned or
         raised; a put that failed or was cancelled leaves nothing visible and no temporary behind, unless the process
         dies. Only a put that fails or is cancelled *while* the object becomes visible may leave it there: read it back.
 

@@ -36,7 +36,7 @@ from ckptd.limits import MIB
 from ckptd.storage import Backend, Capabilities, Factory, ObjectInfo, Source, StorageOptions, check_key, check_prefix
 from ckptd_backends.fsspec_errors import mapped
 from ckptd_backends.pool import Pool
-from ckptd_backends.sources import Part, byte_view, each_part, parts_of, source_of
+from ckptd_backends.sources import Part, byte_view, each_part, parts_of, source_of, stored
 
 PART_BYTES = 4 * MIB
 INFLIGHT_MAX = 4
@@ -109,6 +109,7 @@ class FsspecBackend:
             for start, stop in parts_of(source.view.nbytes, PART_BYTES):
                 await source.ready(start, stop)
                 await self._pool.run(self._append, key, created[0], source.view[start:stop])
+                stored(source, Part(start, stop))
             await source.complete()
             await self._pool.run(self._publish, key, created[0])
         except BaseException:

@@ -35,7 +35,7 @@ from ckptd_backends.local_temporaries import sweep
 from ckptd_backends.local_writer import NewFile
 from ckptd_backends.options import checked_options
 from ckptd_backends.pool import Pool
-from ckptd_backends.sources import Part, byte_view, each_part, parts_of, source_of
+from ckptd_backends.sources import Part, byte_view, each_part, parts_of, source_of, stored
 
 
 class LocalOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,6 +95,7 @@ class LocalBackend:
         async def write(_: int, part: Part) -> None:
             await source.ready(part.start, part.stop)
             await self._pool.run(new.write, part.start, part.stop)
+            stored(source, part)
 
         body_bytes = new.body_bytes
         await each_part(parts_of(body_bytes, self._part_bytes), self._pool.threads, write)

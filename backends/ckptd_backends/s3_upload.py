@@ -15,7 +15,7 @@ from ckptd_backends.s3_client import Requests, answer_seconds, encryption
 from ckptd_backends.s3_errors import UploadGone
 from ckptd_backends.s3_journal import OpenUpload, UploadJournal
 from ckptd_backends.s3_options import part_bytes_for
-from ckptd_backends.sources import Part, each_part, parts_of
+from ckptd_backends.sources import Part, each_part, parts_of, stored
 
 log = logging.getLogger("ckptd.storage")
 
@@ -77,9 +77,11 @@ class Upload:
             await self._source.ready(part.start, part.stop)
             body = Body(self._source.view[part.start : part.stop])
             try:
-                return await self._requests.pool.run_stoppable(body.stop, self._send_here, what, index + 1, body)
+                sent = await self._requests.pool.run_stoppable(body.stop, self._send_here, what, index + 1, body)
             finally:
                 body.release()
+            stored(self._source, part)
+            return sent
 
         return await retried(self._requests.part_policy, what, attempt, retry_on=_with_this_upload)
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from ckptd.errors import UsageError
-from ckptd.storage import Source
+from ckptd.storage import ReleasableSource, Source
 
 T = TypeVar("T")
 
@@ -38,6 +38,12 @@ class Whole:
 def source_of(data: bytes | memoryview | Source) -> Source:
     """``data`` as a source."""
     return Whole(data) if isinstance(data, bytes | bytearray | memoryview) else data
+
+
+def stored(source: Source, part: Part) -> None:
+    """Tell a source that can make use of it that a part has been stored."""
+    if isinstance(source, ReleasableSource):
+        source.stored(part.start, part.stop)
 
 
 def byte_view(out: memoryview) -> memoryview:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -28,11 +29,9 @@ from ckptd.errors import (
     StorageError,
     UsageError,
 )
-from ckptd.format.common import Merge
-from ckptd.format.keys import (
-    Version,
-    tombstone_key,
-)
+from ckptd.format.common_tree import Merge
+from ckptd.format.fingerprints import Part
+from ckptd.format.keys import Version, tombstone_key
 from ckptd.format.records import (
     Common,
     IndexEntry,
@@ -148,14 +147,14 @@ class CheckpointReader:
             raise UsageError(f"{spoken(self.version)} has no {name!r} that is one value for all ranks")
         try:
             parts = sought(entry, lists, wanted, self.manifest.world)
-            missing = [rank for rank in parts if self._shards.peek(rank) is None]
-            await each(missing, RECEIPTS_IN_FLIGHT_MAX, self._shard)
-            found: list[IndexPiece] = []
-            for rank, of_rank in parts.items():
-                found += promised_pieces(entry, rank, (await self._shard(rank)).entry(name), of_rank)
+            found = await each(parts.items(), RECEIPTS_IN_FLIGHT_MAX, partial(self._promised, entry))
         except CoverageError as error:
             raise IntegrityError(f"{self.manifest_place}: {error.message}") from None
-        return found
+        return [piece for of_rank in found for piece in of_rank]
+
+    async def _promised(self, entry: IndexEntry, sought_of: tuple[int, list[Part]]) -> list[IndexPiece]:
+        rank, parts = sought_of
+        return promised_pieces(entry, rank, (await self._shard(rank)).entry(entry.name), parts)
 
     async def block_bytes(self, rank: int) -> int:
         """How long the digest blocks of a rank's shard are."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -60,8 +60,17 @@ class Outcome:
     """The store refused or did not answer: the next pass tries again."""
 
 
+Held = Callable[[Sequence[Version]], Mapping[Version, str]]
+"""The line, newest first → what of it somebody still needs, and for what."""
+
+
 def plan(
-    keep: Keep, line: Sequence[Version], *, verified: Collection[Version] = (), pinned: Collection[Version] = ()
+    keep: Keep,
+    line: Sequence[Version],
+    *,
+    verified: Collection[Version] = (),
+    pinned: Collection[Version] = (),
+    held: Mapping[Version, str] | None = None,
 ) -> Plan:
     """The verdict. ``line``: newest first. What lies off the line is not judged here, and so stays.
 
@@ -76,23 +85,27 @@ def plan(
             verdict.keep[version] = "the newest that was verified"
         elif version in pinned:
             verdict.keep[version] = "pinned"
+        elif held and version in held:
+            verdict.keep[version] = held[version]
         else:
             verdict.delete[version] = f"{number} newer ones are committed, keep last={keep.last}"
     return verdict
 
 
-async def current_plan(run: Run, keep: Keep) -> Plan:
+async def current_plan(run: Run, keep: Keep, held: Held | None = None) -> Plan:
     """The verdict on what is stored now."""
     marked = await run.marked()
+    line = await run.line()
     return plan(
         keep,
-        await run.line(),
+        line,
         verified={version for version, kinds in marked.items() if latest_verdict(kinds, *VERDICTS) == "verified"},
         pinned={version for version, kinds in marked.items() if latest_verdict(kinds, *PINS) == "pinned"},
+        held=held(line) if held is not None else None,
     )
 
 
-async def apply(run: Run, keep: Keep, *, generation: int) -> Outcome:
+async def apply(run: Run, keep: Keep, *, generation: int, held: Held | None = None) -> Outcome:
     """One pass, to be made after a commit: finish what an earlier pass left half deleted, then delete what the plan
     says.
 
@@ -103,7 +116,7 @@ async def apply(run: Run, keep: Keep, *, generation: int) -> Outcome:
     """
     outcome = Outcome()
     announced = await _announced(run)
-    verdict = await current_plan(run, keep)
+    verdict = await current_plan(run, keep, held)
     committed = {info.key: info.modified_seconds async for info in run.backend.scan(MANIFESTS)}
     now_seconds = max(committed.values(), default=0.0)  # of the newest commit: the store's clock, for nothing
     half_deleted = {*await run.incomplete(), *await run.marked()} & announced.keys()
@@ -112,7 +125,7 @@ async def apply(run: Run, keep: Keep, *, generation: int) -> Outcome:
         try:
             if manifest_key(version) in committed:
                 if version in verdict.delete:
-                    await _delete_committed(run, keep, version, verdict.delete[version], outcome)
+                    await _delete_committed(run, keep, held, version, verdict.delete[version], outcome)
                 else:
                     await _delete(run, [tombstone_key(version)])  # no longer to go: pinned meanwhile, say
                 continue
@@ -143,7 +156,9 @@ async def _announced(run: Run) -> dict[Version, float]:
     return found
 
 
-async def _delete_committed(run: Run, keep: Keep, version: Version, reason: str, outcome: Outcome) -> None:
+async def _delete_committed(
+    run: Run, keep: Keep, held: Held | None, version: Version, reason: str, outcome: Outcome
+) -> None:
     tombstone = Tombstone(reason=reason, version=str(version))
     with contextlib.suppress(AlreadyExists):  # announced by an earlier pass
         await run.backend.put(tombstone_key(version), encode(tombstone), if_absent=True)
@@ -153,7 +168,7 @@ async def _delete_committed(run: Run, keep: Keep, version: Version, reason: str,
     if readers:
         outcome.waiting[version] = f"{spoken(version)} is read by {next(iter(readers.values())).holder}"
         return
-    if version not in (await current_plan(run, keep)).delete:
+    if version not in (await current_plan(run, keep, held)).delete:
         return
     await _delete(run, [manifest_key(version)])
     await _delete_data(run, version)

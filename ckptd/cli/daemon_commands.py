@@ -52,6 +52,7 @@ def print_status(status: dict[str, Any]) -> None:
     )
     _print_saves(status["saves"]["listed"])
     _print_sessions(status["sessions"]["listed"])
+    _print_tiers(status["tiers"]["listed"])
     for url, version in status["committed"].items():
         out.print(f"newest commit: {version} of {url}")
     for failure in status["failures"]:
@@ -76,6 +77,22 @@ def _print_saves(saves: list[dict[str, Any]]) -> None:
             f"{save['progress_age_seconds']:.1f} s ago",
         )
     console().print(made)
+
+
+def _print_tiers(tiers: list[dict[str, Any]]) -> None:
+    if not tiers:
+        return
+    made = table("further tier", "", "committed", "behind", "copying", "failures", right=("failures",))
+    for tier in tiers:
+        behind = f"{tier['behind_steps']} steps, {tier['behind_seconds']:.0f} s" if tier["behind_seconds"] else "-"
+        copying = "-"
+        if tier["copying"] is not None:
+            copying = f"{tier['copying']}: {size(tier['bytes_done'])} of {size(tier['bytes'])}"
+        made.add_row(tier["tier"], tier["state"], tier["committed"] or "-", behind, copying, str(tier["failures"]))
+    console().print(made)
+    for tier in tiers:
+        if tier["error"]:
+            console().print(f"not copied to {tier['tier']}: {tier['error']}", style="red")
 
 
 def _print_sessions(sessions: list[dict[str, Any]]) -> None:

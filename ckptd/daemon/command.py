@@ -18,6 +18,9 @@ def daemon(
     allow_uid: Annotated[list[int] | None, typer.Option(help="A further user whose trainers may connect.")] = None,
     memory_budget: Annotated[int | None, typer.Option(help="MiB of shared memory for all arenas.", min=1)] = None,
     bandwidth: Annotated[float | None, typer.Option(help="MiB/s to each store, at most.", min=0.001)] = None,
+    copy_bandwidth: Annotated[
+        float | None, typer.Option(help="MiB/s of copies to each further tier; else as --bandwidth.", min=0.001)
+    ] = None,
     requests: Annotated[int, typer.Option(help="Requests to each store at once.", min=1)] = 32,
     idle_exit: Annotated[float, typer.Option(help="End after so many idle seconds; 0: never.")] = IDLE_EXIT_SECONDS,
     drain: Annotated[float, typer.Option(help="Seconds that SIGTERM waits for saves under way.")] = 300.0,
@@ -34,6 +37,7 @@ def daemon(
         allowed_uids=frozenset(allow_uid or ()),
         memory_budget_bytes=None if memory_budget is None else memory_budget * MIB,
         upload_bytes_per_second=None if bandwidth is None else int(bandwidth * MIB),
+        copy_bytes_per_second=None if copy_bandwidth is None else int(copy_bandwidth * MIB),
         requests_inflight=requests,
         idle_exit_seconds=idle_exit or None,
         drain_seconds=drain,

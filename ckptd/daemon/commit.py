@@ -19,6 +19,7 @@ from typing import Any
 from ckptd.checkpoint.concurrency import each
 from ckptd.daemon.fencing import check_run
 from ckptd.daemon.receipts import put_first, put_skipped, skip_reason
+from ckptd.daemon.tier import Checkpoint
 from ckptd.errors import DeadlineExceeded, IntegrityError, NotFound, SaveError, SaveSkipped, Unavailable, first_line
 from ckptd.format.keys import Version, manifest_key, mark_key, receipt_key, tombstone_key
 from ckptd.format.proof import prove
@@ -33,29 +34,13 @@ POLL_SECONDS_MAX = 2.0
 POLL_SECONDS_MAX_OTHERS = 10.0
 """For daemons that are not rank 0's: many of them may ask the same store."""
 RECEIPTS_IN_FLIGHT = 16
+OBJECTS_IN_FLIGHT = 4
+"""Parts of an index may have some MiB each."""
 SKIPS_KEPT = 1024
 """Checkpoints for which skips of ranks here are remembered, for those who join later."""
 
 Lost = Callable[[int], str | None]
 """Rank → why its receipt cannot come any more, where this daemon knows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """Which checkpoint of which run is to be committed."""
-
-    backend: Backend
-    version: Version
-    world: int
-    run: str
-    """Its id; empty where a snapshot was too broken to say."""
-
-    @property
-    def name(self) -> tuple[str, Version]:
-        return self.backend.url, self.version
-
-    def __str__(self) -> str:
-        return f"step {self.version.step} of generation {self.version.generation} at {self.backend.url}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +52,21 @@ class Patience:
 
 
 class Commit:
-    """One checkpoint on its way to its manifest. The ranks of this daemon join it."""
+    """One checkpoint on its way to its manifest. The ranks of this daemon join it.
+
+    Keeps the receipts as they lie in storage until all are there: for each rank 190 bytes a tensor and 22 bytes a
+    digest block, so a thousand ranks with a thousand tensors of one block each take 200 MB. The proof itself keeps far
+    less.
+    """
 
     def __init__(self, checkpoint: Checkpoint, patience: Patience, lost: Lost, *, resumed: bool) -> None:
         self.checkpoint = checkpoint
         self.receipts: dict[int, bytes] = {}
         self.skipped: dict[int, str] = {}
-        self.leads = False
+        self.leads = checkpoint.exchange is not None
         """Whether rank 0 is here, or nobody else is there to do it."""
+        self._offered: set[int] = set()
+        """Ranks whose receipts the other nodes can see."""
         self._patience = patience
         self._lost = lost
         self._resumed = resumed
@@ -146,6 +138,7 @@ class Commit:
         pause = POLL_SECONDS_FIRST
         while True:
             with _asked_again_later():
+                await self._offer()
                 await each(self._missing(), RECEIPTS_IN_FLIGHT, self._look_for)
                 if (
                     self._missing()
@@ -154,29 +147,50 @@ class Commit:
                 ):
                     return False
             self._judge()
-            if not self._missing():
+            if not self._missing() and (self.checkpoint.exchange is None or self._offered >= self.receipts.keys()):
                 return True
             await self._pause(pause)
             pause = min(pause * 2, POLL_SECONDS_MAX if self.leads else POLL_SECONDS_MAX_OTHERS)
 
     async def _look_for(self, rank: int) -> None:
         checkpoint = self.checkpoint
-        key = receipt_key(checkpoint.version, rank, checkpoint.world)
+        backend, key = checkpoint.place(rank)
         try:
-            data = await checkpoint.backend.get(key, limit_bytes=RECEIPT_BYTES_MAX)
+            data = await backend.get(key, limit_bytes=RECEIPT_BYTES_MAX)
         except NotFound:
             reason = self._lost(rank)
             if reason is not None:
                 self.skipped[rank] = reason
-                await put_skipped(
-                    checkpoint.backend, checkpoint.version, rank, checkpoint.world, run=checkpoint.run, reason=reason
-                )
+                await put_skipped(backend, key, checkpoint.version, rank, run=checkpoint.run, reason=reason)
             return
         reason = skip_reason(data)
         if reason is None:
             self.receipts[rank] = data
+            self._offered.add(rank)
         else:
             self.skipped[rank] = reason
+
+    async def _offer(self) -> None:
+        """Let the other nodes see the receipts of this one. Raises :class:`IntegrityError` where they see others."""
+        if self.checkpoint.exchange is None:
+            return
+        for rank in sorted(self.receipts.keys() - self._offered):
+            backend, key = self.checkpoint.place(rank)
+            found = await put_first(backend, key, self.receipts[rank])
+            if (reason := skip_reason(found)) is not None:
+                self.skipped[rank] = reason
+            elif found != self.receipts[rank]:
+                raise IntegrityError(f"{backend.url}/{key}: another node has another receipt of rank {rank}")
+            self._offered.add(rank)
+
+    async def _gather(self) -> None:
+        """Put the other nodes' receipts beside those of this one, so that each disk tells of the whole checkpoint."""
+
+        async def put(rank: int) -> None:
+            key = receipt_key(self.checkpoint.version, rank, self.checkpoint.world)
+            await _put_same(self.checkpoint.backend, key, self.receipts[rank])
+
+        await each(sorted(self.receipts), RECEIPTS_IN_FLIGHT, put)
 
     def _judge(self) -> None:
         """Raise :class:`SaveSkipped` where a rank takes no part."""
@@ -196,8 +210,9 @@ class Commit:
         backend = self.checkpoint.backend
         commit = await asyncio.to_thread(prove, [self.receipts[rank] for rank in range(self.checkpoint.world)])
         await check_run(backend, commit.manifest.run)  # its root may have gone since the shards were put
-        for key, data in commit.objects.items():
-            await _put_same(backend, key, data)
+        if self.checkpoint.exchange is not None:
+            await self._gather()
+        await each(commit.objects.items(), OBJECTS_IN_FLIGHT, lambda item: _put_same(backend, *item))
         if commit.pinned:
             # Before the manifest, so that there is no moment in which retention could take it.
             mark = Mark(
@@ -232,7 +247,7 @@ class Commits:
             commit = Commit(checkpoint, self._patience, lost, resumed=resumed)
             for rank, reason in self._skips.get(checkpoint.name, {}).items():
                 commit.skip(rank, reason)
-            commit.leads = leads or 0 in receipts
+            commit.leads = commit.leads or leads or 0 in receipts
             task = self._spawn(commit.run(), f"commit of {checkpoint}")
             self._open[checkpoint.name] = (commit, task)
             task.add_done_callback(lambda _: self._open.pop(checkpoint.name))
@@ -251,9 +266,7 @@ class Commits:
         while len(self._skips) > SKIPS_KEPT:
             self._skips.popitem(last=False)
         if checkpoint.run:
-            await put_skipped(
-                checkpoint.backend, checkpoint.version, rank, checkpoint.world, run=checkpoint.run, reason=reason
-            )
+            await put_skipped(*checkpoint.place(rank), checkpoint.version, rank, run=checkpoint.run, reason=reason)
 
     def nudge(self) -> None:
         """A trainer has died: commits that wait for it are to look now."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckptd.checkpoint.retention import Keep
+from ckptd.daemon.tier import Exchange, Tier
 from ckptd.errors import UsageError
 from ckptd.storage import Backend
 from ckptd.wire.messages import Outgoing
@@ -79,14 +79,32 @@ class Owner:
     seat: Seat
     world: int
     launch: str
-    keep: Keep
-    backends: tuple[Backend, ...] = field(repr=False)
-    """The run's roots, nearest first."""
+    tiers: tuple[Tier, ...]
+    """Nearest first."""
     process: PeerProcess = field(repr=False)
     send: Callable[[Outgoing], None] = field(repr=False)
     connected: bool = True
     hung_up: bool = False
     """The connection was ended by its side."""
+
+    @property
+    def nearest(self) -> Tier:
+        """Where saves go, and are committed first."""
+        return self.tiers[0]
+
+    @property
+    def backends(self) -> tuple[Backend, ...]:
+        """All that are in use for this trainer."""
+        return tuple(backend for tier in self.tiers for backend in (tier.backend, tier.reading))
+
+    @property
+    def home(self) -> Tier:
+        """The nearest tier that all ranks see."""
+        return next((tier for tier in self.tiers if tier.shared), self.tiers[-1])
+
+    def exchange(self, tier: Tier) -> Exchange | None:
+        """Where the nodes tell each other of a tier that none of them sees but for its own part of it."""
+        return None if tier.shared or self.home is tier else Exchange(self.home.backend, tier.number)
 
     @property
     def dead(self) -> bool:

@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from ckptd.arena import SlotState
 from ckptd.checkpoint.concurrency import in_thread
 from ckptd.daemon.arenas import Arenas
-from ckptd.daemon.commit import Checkpoint, Commits
+from ckptd.daemon.commit import Commits
 from ckptd.daemon.owner import Owner
-from ckptd.daemon.retiring import Retiring
+from ckptd.daemon.replication import Replication
 from ckptd.daemon.save import Failure, Save, Tally
 from ckptd.daemon.source import SlotSource
+from ckptd.daemon.tier import Checkpoint
 from ckptd.daemon.upload import Contents, existing_receipt, read_contents, upload
 from ckptd.errors import CkptdError, SaveError, SnapshotVoided, StorageFull, Superseded, first_line, to_fields
 from ckptd.format.keys import Version
-from ckptd.storage import Backend
 from ckptd.wire.messages import Committed, Durable, Failed, SlotRef
 
 log = logging.getLogger(__name__)
@@ -37,14 +37,14 @@ class Pipeline:
     def __init__(
         self,
         commits: Commits,
-        retiring: Retiring,
+        replication: Replication,
         tally: Tally,
         lost: Callable[[str, str, Version, int], str | None],
         arenas: Arenas,
     ) -> None:
         """``lost``: run, launch, version and rank → why its receipt cannot come any more."""
         self._commits = commits
-        self._retiring = retiring
+        self._replication = replication
         self._tally = tally
         self._lost = lost
         self._arenas = arenas
@@ -57,11 +57,10 @@ class Pipeline:
     async def run(self, save: Save) -> None:
         """Never raises: the outcome is an event to whoever owns the arena by then, and in the tally."""
         try:
-            commits = await self._make_durable(save)
+            commit = await self._make_durable(save)
             save.stage = "commit"
             began = time.monotonic()
-            for task in commits:
-                await asyncio.shield(task)
+            await asyncio.shield(commit)
         except Exception as error:
             await self._fail(save, error)
             return
@@ -69,7 +68,7 @@ class Pipeline:
         self._tally.committed[save.owner.seat.url] = save.version
         if not save.owner.dead:
             self._arenas.drop_abandoned(save.owner)
-        self._retire(save)
+        self._replication.committed(save.owner, save.owner.nearest, save.run, save.version)
         save.fill.held.owner.post(
             Committed(
                 step=save.version.step,
@@ -78,15 +77,15 @@ class Pipeline:
             )
         )
 
-    async def _make_durable(self, save: Save) -> list[asyncio.Task[None]]:
-        """Returns the commits, one for each root, that the durable shard has joined."""
+    async def _make_durable(self, save: Save) -> asyncio.Task[None]:
+        """Returns the commit that the durable shard has joined."""
         fill, held = save.fill, save.fill.held
         held.saves += 1
         try:
             async with held.lane:
                 contents = await in_thread(read_contents, fill, save.owner)
                 began = time.monotonic()
-                path_taken, commits = await self._store(save, contents)
+                path_taken, commit = await self._store(save, contents)
         finally:
             held.saves -= 1
             self._arenas.sweep()
@@ -100,41 +99,31 @@ class Pipeline:
         }
         at = SlotRef(arena=held.arena.id, slot=fill.slot, ticket=fill.record.ticket)
         held.owner.post(Durable(at=at, stats=stats))
-        return commits
+        return commit
 
-    async def _store(self, save: Save, contents: Contents) -> tuple[str, list[asyncio.Task[None]]]:
-        """To each root, the nearest first; a root's commit begins as soon as its receipt is durable."""
-        commits: list[asyncio.Task[None]] = []
-        path_taken = ""
-        snapshot = contents.snapshot
+    async def _store(self, save: Save, contents: Contents) -> tuple[str, asyncio.Task[None]]:
+        """To the nearest tier; its commit begins as soon as the receipt is durable."""
+        snapshot, tier, path_taken = contents.snapshot, save.owner.nearest, ""
         save.stage, save.run = "write", snapshot.run
         save.source = source = SlotSource(save.fill, contents.bounds, self._threads, contents.resident_bounds)
         try:
-            for backend in save.owner.backends:
-                receipt = await existing_receipt(backend, contents) if save.adopted else None
-                if receipt is None:
-                    if save.resumed:
-                        raise SaveError(f"the receipt of {snapshot.version} is no longer at {backend.url}")
-                    uploaded = await upload(backend, contents, source, save.owner)
-                    receipt, path_taken = uploaded.receipt, path_taken or uploaded.path_taken
-                checkpoint = Checkpoint(backend, snapshot.version, snapshot.world, snapshot.run)
-                commits.append(
-                    self._commits.join(
-                        checkpoint,
-                        {snapshot.rank: receipt},
-                        partial(self._lost, save.owner.seat.url, snapshot.launch, snapshot.version),
-                        resumed=save.adopted,
-                    )
-                )
-                save.stored += 1
+            receipt = await existing_receipt(tier.backend, contents) if save.adopted else None
+            if receipt is None:
+                if save.resumed:
+                    raise SaveError(f"the receipt of {snapshot.version} is no longer at {tier.backend.url}")
+                uploaded = await upload(tier.backend, contents, source, save.owner)
+                receipt, path_taken = uploaded.receipt, uploaded.path_taken
+            save.stored = True
         finally:
             await source.release()
-        return path_taken, commits
-
-    def _retire(self, save: Save) -> None:
-        if save.owner.seat.rank == 0:
-            for backend in save.owner.backends:
-                self._retiring.soon(backend, save.run, save.owner.keep, save.version.generation)
+        exchange = save.owner.exchange(tier)
+        commit = self._commits.join(
+            Checkpoint(tier.backend, snapshot.version, snapshot.world, snapshot.run, exchange),
+            {snapshot.rank: receipt},
+            partial(self._lost, save.owner.seat.url, snapshot.launch, snapshot.version),
+            resumed=save.adopted,
+        )
+        return path_taken, commit
 
     async def _fail(self, save: Save, error: Exception) -> None:
         fill, owner, stage = save.fill, save.fill.held.owner, save.stage
@@ -156,12 +145,13 @@ class Pipeline:
             )
         )
         if isinstance(error, StorageFull) and save.run:
-            self._retire(save)  # what could not be deleted while the store was full is in the way of all that follows
-        if stage != "commit" and not save.resumed and not isinstance(error, Superseded):
-            roots = save.owner.backends[save.stored :]
-            await self.skip(save.owner, roots, save.version, save.run, first_line(error))
+            # What could not be deleted while the store was full is in the way of all that follows.
+            self._replication.retiring.soon(owner, owner.nearest, save.run, save.version.generation)
+        if not save.stored and not save.resumed and not isinstance(error, Superseded):
+            await self.skip(save.owner, save.version, save.run, first_line(error))
 
-    async def skip(self, owner: Owner, backends: Sequence[Backend], version: Version, run: str, reason: str) -> None:
+    async def skip(self, owner: Owner, version: Version, run: str, reason: str) -> None:
         """Let the other ranks know that this one takes no part. ``run``: its id, empty where it is not known."""
-        for backend in backends:
-            await self._commits.skip(Checkpoint(backend, version, owner.world, run), owner.seat.rank, reason)
+        tier = owner.nearest
+        checkpoint = Checkpoint(tier.backend, version, owner.world, run, owner.exchange(tier))
+        await self._commits.skip(checkpoint, owner.seat.rank, reason)

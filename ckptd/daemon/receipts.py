@@ -7,7 +7,7 @@ import logging
 
 from ckptd.daemon.fencing import check_run
 from ckptd.errors import AlreadyExists, FormatError, NotFound, SaveError, SaveSkipped, Unavailable, first_line
-from ckptd.format.keys import Version, receipt_key
+from ckptd.format.keys import Version
 from ckptd.format.records import Receipt, Skipped, decode, encode
 from ckptd.limits import RECEIPT_BYTES_MAX
 from ckptd.storage import Backend
@@ -66,12 +66,12 @@ def skip_reason(data: bytes) -> str | None:
         return None
 
 
-async def put_skipped(backend: Backend, version: Version, rank: int, world: int, *, run: str, reason: str) -> None:
+async def put_skipped(backend: Backend, key: str, version: Version, rank: int, *, run: str, reason: str) -> None:
     """Tell the daemons of other ranks that this rank takes no part, unless its receipt is there. Best effort: where it
-    fails, or the root is not the run's, the others find out when their time is up."""
+    fails, or the root is not the run's, the others find out when their time is up. ``key``: where they look."""
     record = Skipped(generation=version.generation, rank=rank, reason=reason[:1000], run=run, step=version.step)
     try:
         await check_run(backend, run)
-        await put_first(backend, receipt_key(version, rank, world), encode(record))
+        await put_first(backend, key, encode(record))
     except Exception as error:
         log.warning("could not tell the other ranks that rank %d skips %s: %s", rank, version, first_line(error))

@@ -16,7 +16,7 @@ from ckptd.format.keys import Version
 
 FAILURES_KEPT = 16
 
-Stage = Literal["queue", "write", "commit"]
+Stage = Literal["queue", "write", "commit", "copy"]
 
 
 @dataclass(eq=False)
@@ -31,8 +31,8 @@ class Save:
     stage: Stage = "queue"
     run: str = ""
     """The run's id, once it has been read from the snapshot."""
-    stored: int = 0
-    """Roots, in their order, that have shard and receipt."""
+    stored: bool = False
+    """The nearest tier has shard and receipt."""
     began_seconds: float = field(default_factory=time.monotonic)
     source: SlotSource | None = None
     task: asyncio.Task[None] | None = None

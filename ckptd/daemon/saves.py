@@ -9,14 +9,15 @@ from dataclasses import replace
 
 from ckptd.arena import SlotState
 from ckptd.daemon.arenas import Arenas, HeldArena
-from ckptd.daemon.commit import Checkpoint, Commits
+from ckptd.daemon.commit import Commits
 from ckptd.daemon.fill import Fill
 from ckptd.daemon.owner import Owner, Seat
 from ckptd.daemon.pipeline import Pipeline
-from ckptd.daemon.retiring import Retiring
+from ckptd.daemon.replication import Replication
 from ckptd.daemon.save import Save, Tally
 from ckptd.daemon.tasks import Tasks
-from ckptd.daemon.unfinished import without_manifest
+from ckptd.daemon.tier import Checkpoint
+from ckptd.daemon.unfinished import read_receipts, without_manifest
 from ckptd.errors import DeadlineExceeded, first_line
 from ckptd.format.keys import Version
 
@@ -29,13 +30,14 @@ ENDED_KEPT = 4096
 class Saves:
     """All saves of one daemon."""
 
-    def __init__(self, tasks: Tasks, commits: Commits, retiring: Retiring, arenas: Arenas) -> None:
+    def __init__(self, tasks: Tasks, commits: Commits, tally: Tally, replication: Replication, arenas: Arenas) -> None:
         self.draining = False
         """Living trainers' new snapshots stay in their slots, for the next daemon."""
-        self.tally = Tally()
+        self.tally = tally
         self._tasks = tasks
         self._commits = commits
-        self._pipeline = Pipeline(commits, retiring, self.tally, self.lost, arenas)
+        self._replication = replication
+        self._pipeline = Pipeline(commits, replication, self.tally, self.lost, arenas)
         self._under_way: set[Save] = set()
         self._resuming: dict[asyncio.Task[None], Owner] = {}
         self._ended: dict[tuple[Seat, str], str] = {}
@@ -72,7 +74,7 @@ class Saves:
     async def skip(self, owner: Owner, version: Version, run: str, reason: str) -> None:
         """A rank takes no part in a step."""
         self.tally.counts["skipped"] += 1
-        await self._pipeline.skip(owner, owner.backends, version, run, reason)
+        await self._pipeline.skip(owner, version, run, reason)
 
     # Arenas that change hands
 
@@ -116,22 +118,25 @@ class Saves:
                 save.fill.void(reason)
 
     def arrived(self, owner: Owner) -> None:
-        """A trainer lives in its seat. Rank 0's has the commits finished that an earlier daemon left behind."""
+        """A trainer lives in its seat. Rank 0's has the commits finished that an earlier daemon left behind, and where
+        each node has a disk of its own, that of any rank."""
         self._ended.pop((owner.seat, owner.launch), None)
-        if owner.seat.rank == 0:
+        self._replication.arrived(owner)
+        if owner.seat.rank == 0 or not owner.nearest.shared:
             task = self._tasks.spawn(self._resume(owner), f"unfinished commits of {owner.seat}")
             self._resuming[task] = owner
             task.add_done_callback(self._resuming.pop)
 
     async def _resume(self, owner: Owner) -> None:
-        for backend in owner.backends:
-            try:
-                for version, world in await without_manifest(backend):
-                    checkpoint = Checkpoint(backend, version, world, run="")
-                    log.info("%s has all receipts and no manifest: finishing it", checkpoint)
-                    await asyncio.shield(self._commits.join(checkpoint, {}, _unknown, resumed=True, leads=True))
-            except Exception as error:
-                log.warning("cannot finish what was left at %s: %s", backend.url, first_line(error))
+        backend, exchange = owner.nearest.backend, owner.exchange(owner.nearest)
+        try:
+            for version, world, ranks in await without_manifest(backend, exchange):
+                checkpoint = Checkpoint(backend, version, world, run="", exchange=exchange)
+                log.info("%s has all receipts and no manifest: finishing it", checkpoint)
+                receipts = {} if exchange is None else await read_receipts(backend, version, world, ranks)
+                await asyncio.shield(self._commits.join(checkpoint, receipts, _unknown, resumed=True, leads=True))
+        except Exception as error:
+            log.warning("cannot finish what was left at %s: %s", backend.url, first_line(error))
 
     def lost(self, url: str, launch: str, version: Version, rank: int) -> str | None:
         """Why the receipt of this rank cannot come any more, where that is known here."""

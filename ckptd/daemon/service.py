@@ -10,14 +10,16 @@ from typing import Any
 from ckptd.daemon.arenas import Arenas
 from ckptd.daemon.commit import Commits, Patience
 from ckptd.daemon.owner import Owner, Seat
-from ckptd.daemon.retiring import Retiring
+from ckptd.daemon.replication import Replication
+from ckptd.daemon.save import Tally
 from ckptd.daemon.saves import Saves
 from ckptd.daemon.session import Session
 from ckptd.daemon.settings import Settings
 from ckptd.daemon.status import status_of
-from ckptd.daemon.stores import Stores
+from ckptd.daemon.stores import Stores, Use
 from ckptd.daemon.tasks import Tasks
-from ckptd.errors import DaemonError, RunInUse
+from ckptd.errors import DaemonError, DeadlineExceeded, RunInUse
+from ckptd.limits import COPY_READS_AT_ONCE
 from ckptd.storage import Limits
 from ckptd.wire.messages import Failed
 
@@ -36,13 +38,19 @@ class Service:
         self._owners: set[Owner] = set()
         """All whose process is watched."""
         self.tasks = Tasks()
-        limits = Limits(operations_max=settings.requests_inflight, up_bytes_per_second=settings.upload_bytes_per_second)
+        limits: dict[Use, Limits] = {
+            "nearest": Limits(settings.requests_inflight, settings.upload_bytes_per_second),
+            "further": Limits(
+                settings.requests_inflight, settings.copy_bytes_per_second or settings.upload_bytes_per_second
+            ),
+            "reading": Limits(COPY_READS_AT_ONCE),
+        }
         self.stores = Stores(limits, settings.state_path, self.tasks.spawn)
         self.arenas = Arenas(settings.memory_budget_bytes)
         patience = Patience(settings.commit_seconds, settings.commit_takeover_seconds)
-        self.retiring = Retiring(self.tasks.spawn)
-        commits = Commits(patience, self.tasks.spawn)
-        self.saves = Saves(self.tasks, commits, self.retiring, self.arenas)
+        commits, tally = Commits(patience, self.tasks.spawn), Tally()
+        self.replication = Replication(commits, tally, self.tasks.spawn)
+        self.saves = Saves(self.tasks, commits, tally, self.replication, self.arenas)
         self.ending = asyncio.Event()
         """Set when the daemon is to end, its work being done."""
 
@@ -97,31 +105,39 @@ class Service:
     @property
     def idle(self) -> bool:
         """No clients and no work."""
-        return not self.sessions and not self.saves.under_way()
+        return not self.sessions and not self.saves.under_way() and not self.replication.busy
 
     async def tidy(self) -> None:
         """Give back what nobody needs any more: memory, connections, watches on processes."""
         self.arenas.sweep()
-        busy = {held.owner for held in self.arenas.all()} | self.saves.busy_owners()
+        self.replication.tidy()
+        busy = {held.owner for held in self.arenas.all()} | self.saves.busy_owners() | self.replication.busy_owners()
         for owner in [owner for owner in self._owners if not owner.connected and owner not in busy]:
             owner.process.close()
             self._owners.discard(owner)
             if self.seats.get(owner.seat) is owner:
                 del self.seats[owner.seat]
         used = [backend for owner in self._owners for backend in owner.backends]
-        await self.stores.close_others([*used, *self.retiring.running.values()])
+        await self.stores.close_others([*used, *self.replication.retiring.backends])
 
     # The end
 
     async def drain(self, deadline_seconds: float) -> None:
-        """Take no new saves, and return when those under way are committed; the daemon then ends.
+        """Take no new saves, and return when those under way are committed, and copied to the further tiers that take
+        them; the daemon then ends.
 
         Raises :class:`ckptd.errors.DeadlineExceeded`, naming what is not; the daemon ends all the same.
         """
         self.saves.draining = True
         log.info("draining: %d saves under way, at most %g s", len(self.saves.under_way()), deadline_seconds)
+        until = time.monotonic() + deadline_seconds
         try:
             await self.saves.idle(None, deadline_seconds)
+            if unfinished := await self.replication.settled(until - time.monotonic()):
+                raise DeadlineExceeded(
+                    f"not copied after {deadline_seconds:g} s: {', '.join(unfinished[:8])}",
+                    hint="what is committed stays where it is, and the next start copies it",
+                )
         finally:
             self.ending.set()
 

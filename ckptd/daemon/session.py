@@ -8,17 +8,14 @@ import socket
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from ckptd import __version__
 from ckptd.checkpoint.concurrency import in_thread
-from ckptd.checkpoint.retention import Keep
 from ckptd.daemon.arenas import HeldArena
 from ckptd.daemon.connection import Connection
 from ckptd.daemon.owner import Owner, PeerProcess, Seat
-from ckptd.errors import CkptdError, ConfigError, ProtocolError, UsageError, first_line
+from ckptd.errors import CkptdError, ProtocolError, UsageError, first_line
 from ckptd.format.keys import Version
-from ckptd.limits import OFFERS_MAX
+from ckptd.limits import OFFERS_MAX, TIERS_MAX
 from ckptd.wire.channel import Peer
 from ckptd.wire.messages import (
     PROTOCOL,
@@ -171,8 +168,8 @@ class Session:
                 f"protocol {hello.protocol}, and this daemon, ckptd {__version__}, speaks {PROTOCOL}",
                 hint="run the same release of ckptd on both sides; `ckptd drain` ends the old daemon",
             )
-        if not hello.urls:
-            raise ProtocolError("a Hello without a URL")
+        if not 1 <= len(hello.tiers) <= TIERS_MAX:
+            raise ProtocolError(f"a Hello with {len(hello.tiers)} tiers")
         if hello.rank >= hello.world:
             raise ProtocolError(f"rank {hello.rank} in a world of {hello.world}")
         self._greeted = True
@@ -180,16 +177,14 @@ class Session:
 
     async def _welcome(self, hello: Hello) -> tuple[Outgoing, int | None]:
         try:
-            keep = _keep_of(hello)
-            backends = await self.service.stores.open(hello.urls, hello.storage_options)
+            tiers = await self.service.stores.open(hello.tiers)
             if not self.connection.open:
                 raise UsageError("it went away")
             owner = Owner(
-                seat=Seat(backends[0].url, hello.rank),
+                seat=Seat(tiers[0].backend.url, hello.rank),
                 world=hello.world,
                 launch=hello.launch,
-                keep=keep,
-                backends=backends,
+                tiers=tiers,
                 process=self._process,
                 send=self.connection.send,
             )
@@ -237,10 +232,3 @@ class Session:
     async def _await_idle(self, owner: Owner, request: AwaitIdle) -> tuple[Outgoing, int | None]:
         await self.service.saves.idle(owner.seat, request.deadline_seconds)
         return Done(request=request.request), None
-
-
-def _keep_of(hello: Hello) -> Keep:
-    try:
-        return msgspec.convert(hello.keep, Keep)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"keep: {error}") from None

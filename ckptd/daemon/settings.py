@@ -21,7 +21,9 @@ class Settings:
     """All arenas together. ``None``: as much as the machine and the cgroup have left, see
     :func:`ckptd.daemon.memory.headroom_bytes`."""
     upload_bytes_per_second: int | None = None
-    """All saves together; ``None``: as fast as the store takes them."""
+    """All saves to one store together; ``None``: as fast as the store takes them."""
+    copy_bytes_per_second: int | None = None
+    """Copies to one further tier together; ``None``: as ``upload_bytes_per_second``."""
     requests_inflight: int = 32
     """Requests to one store at the same time, at most; the backend may allow fewer."""
     idle_exit_seconds: float | None = None

@@ -11,6 +11,7 @@ import msgspec
 
 from ckptd import __version__
 from ckptd.daemon.arenas import HeldArena
+from ckptd.daemon.link import Link
 from ckptd.daemon.owner import Owner
 from ckptd.daemon.save import Failure, Save
 from ckptd.limits import KIB, MESSAGE_BYTES_MAX
@@ -34,6 +35,7 @@ def status_of(service: Service) -> dict[str, Any]:
 
 def _status(service: Service, listed: int) -> dict[str, Any]:
     saves, arenas, tally = service.saves.under_way(), service.arenas.all(), service.saves.tally
+    retiring = service.replication.retiring
     owners = [session.owner for session in service.sessions if session.owner is not None]
 
     def shown(entries: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -55,9 +57,10 @@ def _status(service: Service, listed: int) -> dict[str, Any]:
             for url, findings in service.stores.findings.items()
             for finding in findings
         ),
+        "tiers": shown(map(_tier, service.replication.links)),
         "arenas": shown(map(_arena, arenas)),
         "arena_bytes": service.arenas.size_bytes,
-        "counts": {**tally.counts, "retired": service.retiring.deleted, "retiring_failed": service.retiring.failed},
+        "counts": {**tally.counts, "retired": retiring.deleted, "retiring_failed": retiring.failed},
     }
 
 
@@ -106,6 +109,23 @@ def _failure(failure: Failure) -> dict[str, Any]:
         "version": str(failure.version),
         "stage": failure.stage,
         "error": failure.error[: 3 * TEXT_MAX],
+    }
+
+
+def _tier(link: Link) -> dict[str, Any]:
+    newest = link.there
+    return {
+        "run": link.owner.seat.url[:TEXT_MAX],
+        "tier": link.target.backend.url[:TEXT_MAX],
+        "state": link.state,
+        "committed": None if newest is None else str(newest),
+        "behind_steps": link.near.step - (newest.step if newest else 0) if link.near and link.behind_since else 0,
+        "behind_seconds": round(time.time() - link.behind_since, 3) if link.behind_since else 0,
+        "copying": None if link.version is None else str(link.version),
+        "bytes": link.bytes,
+        "bytes_done": min(link.bytes_done, link.bytes),
+        "failures": link.failures,
+        "error": link.error[: 3 * TEXT_MAX],
     }
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from ckptd.errors import first_line
+from ckptd.checkpoint.retention import Keep
+from ckptd.daemon.tier import Interval, Tier
+from ckptd.errors import ConfigError, first_line
 from ckptd.storage import (
     Backend,
     Finding,
@@ -21,41 +23,59 @@ from ckptd.storage import (
     open_backend,
     with_standard_wrappers,
 )
+from ckptd.wire.messages import TierOfRun
 
 log = logging.getLogger(__name__)
+
+Use = Literal["nearest", "further", "reading"]
+"""What a store is open for. Each use has limits of its own."""
 
 
 class Stores:
     """Ranks of one run share a backend, and so its limits."""
 
     def __init__(
-        self, limits: Limits, state_dir: Path, spawn: Callable[[Coroutine[Any, Any, None], str], object]
+        self, limits: Mapping[Use, Limits], state_dir: Path, spawn: Callable[[Coroutine[Any, Any, None], str], object]
     ) -> None:
         self._limits = limits
         self._state_dir = state_dir
         self._spawn = spawn
-        self._open: dict[tuple[str, bytes], Backend] = {}
+        self._open: dict[tuple[str, bytes, Use], Backend] = {}
         self._opening = 0
         self.findings: dict[str, list[Finding]] = {}
         """URL → what its self-test did not like."""
 
-    async def open(self, urls: Collection[str], options: Mapping[str, Any]) -> tuple[Backend, ...]:
-        """The backends of a run's roots. Raises :class:`ckptd.errors.ConfigError`."""
-        # Options may hold secrets: they are kept in memory only, in whole, to tell them apart.
-        spelled = msgspec.json.encode(options, order="deterministic")
+    async def open(self, tiers: Sequence[TierOfRun]) -> tuple[Tier, ...]:
+        """The tiers of a run. Raises :class:`ckptd.errors.ConfigError`."""
         self._opening += 1
         try:
-            return tuple([await self._open_one(url, options, spelled) for url in map(normal_url, urls)])
+            return tuple([await self._open_tier(number, tier) for number, tier in enumerate(tiers)])
         finally:
             self._opening -= 1
 
-    async def _open_one(self, url: str, options: Mapping[str, Any], spelled: bytes) -> Backend:
-        if (url, spelled) not in self._open:
+    async def _open_tier(self, number: int, tier: TierOfRun) -> Tier:
+        url, options = normal_url(tier.url), tier.storage_options
+        backend = await self._open_one(url, options, "further" if number else "nearest")
+        return Tier(
+            number,
+            backend,
+            _keep_of(tier),
+            reading=await self._open_one(url, options, "reading"),
+            shared=tier.shared,
+            interval=_interval_of(tier),
+        )
+
+    async def _open_one(self, url: str, options: Mapping[str, Any], use: Use) -> Backend:
+        # Options may hold secrets: they are kept in memory only, in whole, to tell them apart.
+        key = url, msgspec.json.encode(options, order="deterministic"), use
+        if key not in self._open:
             # In a thread, as it may import a cloud library.
             backend = await asyncio.to_thread(open_backend, url, options, state_dir=self._state_dir)
-            wrapped = self._open.setdefault((url, spelled), with_standard_wrappers(backend, self._limits))
-            self._spawn(self._examine(wrapped), f"self-test of {url}")
-        return self._open[url, spelled]
+            if key not in self._open:
+                self._open[key] = with_standard_wrappers(backend, self._limits[use])
+                if use != "reading":
+                    self._spawn(self._examine(self._open[key]), f"self-test of {url}")
+        return self._open[key]
 
     async def close_others(self, used: Collection[Backend]) -> None:
         """Close what nobody uses; not now, if somebody is about to."""
@@ -83,3 +103,16 @@ class Stores:
 
     async def aclose(self) -> None:
         await self.close_others(())
+
+
+def _interval_of(tier: TierOfRun) -> Interval:
+    if (tier.every_steps is not None and tier.every_steps < 1) or (tier.every_seconds or 1) <= 0:
+        raise ConfigError(f"the interval of {tier.url} is not positive")
+    return Interval(tier.every_steps, tier.every_seconds)
+
+
+def _keep_of(tier: TierOfRun) -> Keep:
+    try:
+        return msgspec.convert(tier.keep, Keep)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"keep: {error}") from None

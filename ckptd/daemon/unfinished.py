@@ -4,31 +4,50 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 
+from ckptd.daemon.receipts import skip_reason
+from ckptd.daemon.tier import Exchange
 from ckptd.errors import FormatError
-from ckptd.format.keys import CHECKPOINTS, MANIFESTS, Version, parse_version
+from ckptd.format.keys import CHECKPOINTS, MANIFESTS, Version, parse_version, receipt_key
+from ckptd.limits import RECEIPT_BYTES_MAX
 from ckptd.storage import Backend
 
 _RECEIPT = re.compile(rf"{CHECKPOINTS}([^/]+)/rank-([0-9]{{5}})-of-([0-9]{{5}})\.json")
 
 
-async def without_manifest(backend: Backend) -> list[tuple[Version, int]]:
-    """Version and world of each checkpoint that has all receipts and no manifest, as far as a listing shows."""
+async def without_manifest(backend: Backend, exchange: Exchange | None = None) -> list[tuple[Version, int, list[int]]]:
+    """Version, world, and ranks whose receipts are here, of each checkpoint that has all receipts and no manifest, as
+    far as listings show. ``exchange``: where the receipts of other nodes are."""
     ranks: dict[tuple[str, int], set[int]] = defaultdict(set)
+    here: dict[str, set[int]] = defaultdict(set)
     async for info in backend.scan(CHECKPOINTS):
         if match := _RECEIPT.fullmatch(info.key):
             ranks[match[1], int(match[3])].add(int(match[2]))
+            here[match[1]].add(int(match[2]))
+    if exchange is not None and ranks:
+        prefix = exchange.key(CHECKPOINTS)
+        async for info in exchange.backend.scan(prefix):
+            if match := _RECEIPT.fullmatch(CHECKPOINTS + info.key.removeprefix(prefix)):
+                ranks[match[1], int(match[3])].add(int(match[2]))
     complete = {name for name, found in ranks.items() if found == set(range(name[1]))}
     if not complete:
         return []
     # Listed last: what is committed meanwhile is not taken for unfinished.
     committed = {info.key.removeprefix(MANIFESTS).removesuffix(".json") async for info in backend.scan(MANIFESTS)}
-    found: list[tuple[Version, int]] = []
+    found: list[tuple[Version, int, list[int]]] = []
     for name, world in sorted(complete):
         try:
             version = parse_version(name)
         except FormatError:
             continue  # a foreign name
-        if name not in committed:
-            found.append((version, world))
+        if name not in committed and here[name]:
+            found.append((version, world, sorted(here[name])))
     return found
+
+
+async def read_receipts(backend: Backend, version: Version, world: int, ranks: Sequence[int]) -> dict[int, bytes]:
+    """Rank → receipt. Those that say that their rank takes no part are left out."""
+    keys = {rank: receipt_key(version, rank, world) for rank in ranks}
+    found = {rank: await backend.get(key, limit_bytes=RECEIPT_BYTES_MAX) for rank, key in keys.items()}
+    return {rank: data for rank, data in found.items() if skip_reason(data) is None}

@@ -68,20 +68,19 @@ class Gathered:
                 if known.comparable(prints[piece.at]):
                     check_same(entry.name, part, (first, known), (rank, prints[piece.at]))
 
-    def questions(self) -> dict[int, set[str]]:
-        """Rank → the tensors for which its receipt is to be looked at again, by :meth:`answer`; empty in the end."""
-        asked: dict[int, set[str]] = defaultdict(set)
-        for name, found in self.by_name.items():
+    def questions(self) -> list[int]:
+        """The ranks whose receipts are to be looked at again, each once, by :meth:`answer`; none in the end."""
+        asked: set[int] = set()
+        for found in self.by_name.values():
             if isinstance(found, _Shared):
-                for rank in found.questions(self._trails):
-                    asked[rank].add(name)
-        return dict(asked)
+                asked.update(found.questions(self._trails))
+        return sorted(asked)
 
-    def answer(self, rank: int, names: set[str], layout: Layout, prints: Prints) -> None:
-        """What the receipt of a rank says of these tensors."""
+    def answer(self, rank: int, layout: Layout, prints: Prints) -> None:
+        """The layout of a rank again, with the fingerprints of all its pieces."""
         for entry in layout.tensors:
             found = self.by_name.get(entry.name)
-            if entry.name in names and isinstance(found, _Shared):
+            if isinstance(found, _Shared):
                 found.answer(rank, entry, prints)
 
     def indexed(self) -> list[Indexed]:
@@ -137,8 +136,12 @@ class _Shared:
         self._trail = -1
         self._chunks: Shape = ()
         self._counts: Shape = ()
-        self._missing: set[int] = set()
+        self._missing: frozenset[int] = frozenset()
         """Ranks whose pieces were on a trail that turned out to lead nowhere."""
+        self._left_at = -1
+        """The rank that left it, some of whose pieces may not have been on it."""
+        self._found = 0
+        """For how many of them the pieces have been looked up."""
         self._doubles: dict[Part, list[int]] | None = None
         """Parts that several ranks have saved."""
         self._answers: dict[tuple[Part, int], Fingerprint] = {}
@@ -156,7 +159,7 @@ class _Shared:
                 if cell is not None:
                     self._trail = trails.step(self._trail, rank, cell)
                     continue
-                self._leave_trail(trails)
+                self._missing, self._left_at, self._trail = trails.ranks(self._trail), rank, -1
             self._pieces.append(_index_piece(piece, rank))
             if len(self._pieces) == self._try_at and not self._early:
                 self._try_at *= 2
@@ -176,12 +179,8 @@ class _Shared:
             self._trail = trails.step(self._trail, rank, cell or 0)
         self._pieces, self._chunks, self._counts = [], chunks, counts
 
-    def _leave_trail(self, trails: Trails) -> None:
-        self._missing = {rank for ranks in trails.walk(self._trail).holders.values() for rank in ranks}
-        self._trail = -1
-
     def questions(self, trails: Trails) -> Iterable[int]:
-        if self._missing:
+        if self._found < len(self._missing):
             return self._missing
         if self._doubles is None:
             self._doubles = {} if self._early else self._doubled(trails)
@@ -202,14 +201,16 @@ class _Shared:
         return {part: sorted(ranks) for part, ranks in holders.items() if len(set(ranks)) == len(ranks) > 1}
 
     def answer(self, rank: int, entry: TensorEntry, prints: Prints) -> None:
-        if rank in self._missing:
-            self._missing.discard(rank)
-            there = {piece.at for piece in self._pieces if piece.rank == rank}
+        if self._doubles is None:
+            if rank not in self._missing:
+                return
+            self._found += 1
+            there = {piece.at for piece in self._pieces if piece.rank == rank} if rank == self._left_at else ()
             self._pieces += [_index_piece(p, rank) for p in entry.pieces if p.bytes and p.at not in there]
             return
-        for piece in entry.pieces:
+        for piece in entry.pieces if self._doubles else ():
             part = part_of(piece, entry.shape)
-            if self._doubles and part in self._doubles:
+            if part in self._doubles:
                 self._answers[part, rank] = prints[piece.at]
 
     def indexed(self, name: str, trails: Trails) -> Indexed:

@@ -22,6 +22,7 @@ MARKS = "marks/"
 LEASES = "leases/"
 TOMBSTONES = "tombstones/"
 AGREEMENT = "agreement/"
+TIERS = "tiers/"
 
 STEP_MAX = 10**12 - 1
 GENERATION_MAX = 10**6 - 1
@@ -98,3 +99,28 @@ def mark_key(version: Version, kind: str, unique: str) -> str:
 def tombstone_key(version: Version) -> str:
     """The announcement of a deletion; put if absent."""
     return f"{TOMBSTONES}{version}.json"
+
+
+def tier_prefix(tier: int) -> str:
+    """Where the daemons of several nodes leave each other what they need for a further or node-local tier."""
+    return f"{TIERS}{tier}/"
+
+
+def exchanged_key(tier: int, key: str) -> str:
+    """Where a small object of a tier of node-local disks lies for the other nodes; put if absent."""
+    return f"{tier_prefix(tier)}{key}"
+
+
+def copy_prefix(tier: int) -> str:
+    """Where it stands what is being copied to a tier."""
+    return f"{tier_prefix(tier)}copies/"
+
+
+def copy_key(tier: int, version: Version) -> str:
+    """Rank 0's daemon copies this checkpoint to the tier, and the others are to do the same."""
+    return f"{copy_prefix(tier)}{version}.json"
+
+
+def probe_key(unique: str) -> str:
+    """An object by which the ranks find out whether they see the same place; deleted at once."""
+    return f"{TIERS}probe-{unique}.json"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ckptd.errors import CoverageError
 from ckptd.format import index
-from ckptd.format.common import Merge
+from ckptd.format.common_tree import Merge
 from ckptd.format.cover import check_layout, residents_in_slot_order
 from ckptd.format.digests import DIGEST_BYTES, hex_digest
 from ckptd.format.fingerprints import Fingerprint, fingerprints
@@ -87,7 +87,6 @@ class Proof:
         self._bytes = 0
         self._parts: set[str] = set()
         self._pinned = False
-        self._asked: dict[int, set[str]] = {}
 
     def add(self, data: bytes) -> None:
         """The receipt of the next rank. Raises as :func:`prove`."""
@@ -110,8 +109,7 @@ class Proof:
 
     def questions(self) -> list[int]:
         """The ranks whose receipts are to be looked at again; none in the end."""
-        self._asked = self._gathered.questions()
-        return sorted(self._asked)
+        return self._gathered.questions()
 
     def look(self, rank: int, data: bytes) -> None:
         """A receipt again, the same bytes as before."""
@@ -119,7 +117,7 @@ class Proof:
             raise CoverageError(f"the receipt of rank {rank} has changed")
         receipt = decode(data, Receipt)
         layout, pieces = _checked_layout(receipt.shard, decode(receipt.snapshot, Snapshot))
-        self._gathered.answer(rank, self._asked[rank], layout, _prints(layout, pieces, receipt.shard, None))
+        self._gathered.answer(rank, layout, _prints(layout, pieces, receipt.shard, None))
 
     def commit(self) -> Commit:
         """Once all receipts are there and there is no question left. Raises :class:`CoverageError`."""

@@ -67,21 +67,25 @@ class Parent(msgspec.Struct, kw_only=True, frozen=True):
         return Version(self.step, self.generation)
 
 
-class Box(msgspec.Struct, frozen=True):
+# What a large world has millions of is left out of garbage collection, which it cannot make cycles of anyway: a third
+# of the time of a commit.
+
+
+class Box(msgspec.Struct, frozen=True, gc=False):
     """A rectangular part of a tensor: ``offsets[d] <= index[d] < offsets[d] + lengths[d]``."""
 
     offsets: Shape
     lengths: Shape
 
 
-class Span(msgspec.Struct, frozen=True):
+class Span(msgspec.Struct, frozen=True, gc=False):
     """A flat range ``[start, stop)`` of a tensor's elements in row-major order."""
 
     start: Size
     stop: Size
 
 
-class Piece(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+class Piece(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, gc=False):
     """What a shard holds of a tensor. Neither box nor span: all of it."""
 
     at: Size
@@ -91,7 +95,7 @@ class Piece(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     span: Span | None = None
 
 
-class TensorEntry(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+class TensorEntry(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, gc=False):
     """A tensor that a rank has seen, under its global shape, and the pieces of it that the rank saved: none, where
     other ranks own it."""
 
@@ -187,7 +191,7 @@ class Skipped(Record, kw_only=True, frozen=True):
     step: Step
 
 
-class ReceiptRef(msgspec.Struct, kw_only=True, frozen=True):
+class ReceiptRef(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     """A receipt as its manifest vouches for it."""
 
     bytes: Size
@@ -196,7 +200,7 @@ class ReceiptRef(msgspec.Struct, kw_only=True, frozen=True):
     rank: Rank
 
 
-class IndexPiece(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+class IndexPiece(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, gc=False):
     """A piece and the rank whose shard holds it."""
 
     at: Size
@@ -206,7 +210,7 @@ class IndexPiece(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     span: Span | None = None
 
 
-class RankRun(msgspec.Struct, frozen=True):
+class RankRun(msgspec.Struct, frozen=True, gc=False):
     """The ranks ``range(start, stop, step)``; ``stop`` is one more than the last of them."""
 
     start: Rank
@@ -214,7 +218,7 @@ class RankRun(msgspec.Struct, frozen=True):
     step: World
 
 
-class Grid(msgspec.Struct, kw_only=True, frozen=True):
+class Grid(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     """A tensor cut at the multiples of one length in each dimension: every cell is one box, or all of the tensor, on
     one rank. See :mod:`ckptd.format.grid`."""
 
@@ -225,7 +229,7 @@ class Grid(msgspec.Struct, kw_only=True, frozen=True):
     the record that the entry lies in."""
 
 
-class IndexEntry(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+class IndexEntry(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, gc=False):
     """A tensor that is one value for the whole world, and where all of its pieces lie."""
 
     dtype: Text
@@ -269,7 +273,7 @@ class Index(Record, kw_only=True, frozen=True):
 
 
 class Common(Record, kw_only=True, frozen=True):
-    """What the state trees of all ranks have in common; see :mod:`ckptd.format.common`."""
+    """What the state trees of all ranks have in common; see :mod:`ckptd.format.common_tree`."""
 
     kind: Literal["common"] = _written("common")
     aliases: dict[Text, Text]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
+from collections.abc import Iterator
 
 from ckptd.format.grid import compact
 
@@ -22,6 +23,7 @@ class Trails:
         self._cells = array("q")
         self._new: dict[tuple[int, int, int], int] = {}
         self._walked: dict[int, Walked] = {}
+        self._ranks_on: dict[int, frozenset[int]] = {}
 
     def begin(self, rank: int) -> None:
         """The next rank comes: what trails have gone before goes on from no more."""
@@ -38,23 +40,29 @@ class Trails:
             self._cells.append(cell)
         return found
 
+    def ranks(self, trail: int) -> frozenset[int]:
+        """All ranks on a trail; the same object for all that ask for it."""
+        found = self._ranks_on.get(trail)
+        if found is None:
+            found = self._ranks_on[trail] = frozenset(rank for _, rank in self._steps(trail))
+        return found
+
     def walk(self, trail: int) -> Walked:
         found = self._walked.get(trail)
         if found is None:
-            steps: list[tuple[int, int]] = []
-            at = trail
-            while at >= 0:
-                steps.append((self._cells[at], self._ranks[at]))
-                at = self._before[at]
-            found = self._walked[trail] = Walked(steps)
+            found = self._walked[trail] = Walked(sorted(self._steps(trail)))
         return found
+
+    def _steps(self, trail: int) -> Iterator[tuple[int, int]]:
+        while trail >= 0:
+            yield self._cells[trail], self._ranks[trail]
+            trail = self._before[trail]
 
 
 class Walked:
     """A trail from end to end."""
 
     def __init__(self, steps: list[tuple[int, int]]) -> None:
-        steps.sort()
         self.holders: dict[int, list[int]] = defaultdict(list)
         """Cell → the ranks that have saved it, the lowest first."""
         for cell, rank in steps:

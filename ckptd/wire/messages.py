@@ -53,6 +53,20 @@ class SnapshotOffer(msgspec.Struct, kw_only=True, frozen=True):
     """The arena is this rank's own and nobody else writes into it: it may be borrowed to write in as well."""
 
 
+class TierOfRun(msgspec.Struct, kw_only=True, frozen=True):
+    """A root of the run, and what is to go there."""
+
+    url: str
+    keep: dict[str, Any] = {}
+    """The retention policy there; see :class:`ckptd.checkpoint.retention.Keep`."""
+    storage_options: dict[str, Any] = {}
+    """Secrets may be in here: never logged, never written."""
+    shared: bool = True
+    """All ranks see the same place; else each node has a disk of its own."""
+    every_steps: int | None = None
+    every_seconds: float | None = None
+
+
 # Trainer → daemon
 
 
@@ -60,15 +74,11 @@ class Hello(Request, kw_only=True, frozen=True, tag="hello"):
     """Opens a session: this process is rank ``rank`` of a run. Answered by Welcome or Refused."""
 
     protocol: int
-    urls: tuple[str, ...]
-    """Roots of the run, nearest tier first."""
+    tiers: tuple[TierOfRun, ...]
+    """Nearest first. At least one is shared where there are several ranks."""
     rank: Rank
     world: World
     launch: str
-    keep: dict[str, Any]
-    """The retention policy; see :class:`ckptd.checkpoint.retention.Keep`."""
-    storage_options: dict[str, Any]
-    """Secrets may be in here: never logged, never written."""
     takeover: bool = False
     """Take the rank away from a living owner."""
 

@@ -4,11 +4,26 @@ The entry is :class:`Checkpointer`; :func:`open_checkpoint` reads without a run.
 """
 
 from ckptd.checkpoint.retention import Keep
-from ckptd_client.capture import register_codec
+from ckptd_client.capture import FlatPartition, FlatSlice, register_codec
 from ckptd_client.checkpointer import Checkpointer
-from ckptd_client.data import ResumableLoader
+from ckptd_client.data import PerRank, Reshapes, ResumableLoader, ResumableStream
 from ckptd_client.reader import open_checkpoint
 from ckptd_client.restore import Restored
 from ckptd_client.save import Save
+from ckptd_client.tiers import Tier
 
-__all__ = ["Checkpointer", "Keep", "Restored", "ResumableLoader", "Save", "open_checkpoint", "register_codec"]
+__all__ = [
+    "Checkpointer",
+    "FlatPartition",
+    "FlatSlice",
+    "Keep",
+    "PerRank",
+    "Reshapes",
+    "Restored",
+    "ResumableLoader",
+    "ResumableStream",
+    "Save",
+    "Tier",
+    "open_checkpoint",
+    "register_codec",
+]

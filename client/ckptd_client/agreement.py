@@ -198,19 +198,20 @@ class Agreement:
 _opened: Counter[tuple[str, str]] = Counter()
 
 
-def open_agreement(topology: Topology, root: Root) -> Agreement:
-    """The way in which this start's ranks agree: alone, through torch's store, or through the run's storage.
+def open_agreement(topology: Topology, root: Root, name: str) -> Agreement:
+    """The way in which this start's ranks agree: alone, through torch's store, or through the run's storage: ``root``,
+    which all ranks must see. ``name``: of the run, the same on all ranks.
 
     Raises :class:`ConfigError` for several ranks that have neither a store nor a launch id in common.
     """
     # The same on all ranks, as all construct the Checkpointers of a run in the same order.
-    _opened[root.launch, root.url] += 1
-    number = _opened[root.launch, root.url]
+    _opened[root.launch, name] += 1
+    number = _opened[root.launch, name]
     if topology.world == 1:
         return Agreement(OwnStore(), 0, 1)
     store = torch_store()
     if store is not None:
-        prefix = f"ckptd/{topology.launch}/{hex_digest(root.url.encode())}/{number}/"
+        prefix = f"ckptd/{topology.launch}/{hex_digest(name.encode())}/{number}/"
         return Agreement(TorchStore(store, prefix), topology.rank, topology.world)
     if not topology.launch:
         raise ConfigError(

@@ -9,12 +9,9 @@ import time
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
-
-import msgspec
 
 from ckptd.arena.status import Phase
 from ckptd.checkpoint.retention import Keep
@@ -31,25 +28,24 @@ from ckptd.errors import (
 )
 from ckptd.format.keys import STEP_MAX, Version
 from ckptd.format.records import metrics_for_record
-from ckptd.storage import normal_url
 from ckptd.wire import messages
 from ckptd.wire.channel import default_socket
 from ckptd.wire.messages import Hello, Skip
 from ckptd_client.agreement import open_agreement
-from ckptd_client.capture import State
+from ckptd_client.capture import Declared, Placement, State
 from ckptd_client.capture.selection import EVERYTHING, Selection
 from ckptd_client.generation import Life, Opening, WriterClaim, open_life
 from ckptd_client.handles import Handles
 from ckptd_client.link import DaemonLink
 from ckptd_client.restore import Restored, Restorer, Wish
-from ckptd_client.roots import Root
 from ckptd_client.save import Save, as_save_error
 from ckptd_client.schedule import Appointments, Schedule
 from ckptd_client.snapshots import Snapshots
 from ckptd_client.staging.plan import Plan
 from ckptd_client.staging.stager import Check, Stager
 from ckptd_client.supply import ArenaSupply
-from ckptd_client.topology import Topology
+from ckptd_client.tiers import Url, as_tiers, check_furthest, find_shared, of_hello, roots_of
+from ckptd_client.topology import Topology, node_id, number_nodes
 
 OnFull = Literal["wait", "skip", "fail"]
 OnError = Literal["log", "raise"]
@@ -66,7 +62,9 @@ class Checkpointer:
     rest. Use it as a context manager, or call :meth:`close`. Not thread-safe: all methods belong to the training
     thread.
 
-    ``url``: the run's root, ``file:///…``, ``s3://bucket/prefix``, any fsspec URL, or a plain path. ``state``: a dict
+    ``url``: the run's root, ``file:///…``, ``s3://bucket/prefix``, any fsspec URL, or a plain path; or several, the
+    nearest first, each a :class:`Tier` where more is to be said: a save is committed on the nearest one, and copied on
+    in the background. ``state``: a dict
     of name → anything with ``state_dict``/``load_state_dict``, or tensors and plain values in nested dicts and lists.
     ``every_steps``, ``every`` (seconds): when :meth:`step` saves. ``keep``: what retention leaves. ``slots``:
     snapshots held at once; two let one be written while the next is taken. ``overlap``: copy parameters and optimizer
@@ -77,11 +75,17 @@ class Checkpointer:
     :meth:`step`; else it is logged, and found on its handle. ``takeover``: take the run from a live owner.
     ``start_daemon=False``: where no daemon answers, wait for the one that somebody else runs. ``rank``, ``world``,
     ``launch``: where neither torch.distributed nor a launcher tells them.
+
+    What several ranks hold alike is saved once, in shares. A DTensor says what it is, and data parallelism is known;
+    ``replicated`` names the other plain tensors that are equal on all ranks: ``True`` for all of them, or patterns
+    (``["model/*"]``) of their names. ``resident``: where replicas are on several nodes, each node keeps all of them in
+    its memory, once among its ranks, so that it can restore without the store; it costs memory, and time to copy.
+    ``check_replicas``: every rank copies all of its replicas, and a step in which they differ is not committed.
     """
 
     def __init__(
         self,
-        url: str | Sequence[str],
+        url: Url,
         state: Mapping[str, object],
         *,
         every_steps: int | None = None,
@@ -93,6 +97,9 @@ class Checkpointer:
         on_full: OnFull = "wait",
         max_wait: float = 30.0,
         rng: bool = True,
+        replicated: bool | Sequence[str] = False,
+        resident: bool = True,
+        check_replicas: bool = False,
         socket: str | Path | None = None,
         storage_options: Mapping[str, Any] | None = None,
         on_error: OnError = "log",
@@ -114,15 +121,13 @@ class Checkpointer:
         self._takeover = takeover
         topology = Topology.detect(rank, world, launch)
         self._rank, self._world = topology.rank, topology.world
-        self._state = State(state, world=self._world, rng=rng)
+        self._state = State(state, world=self._world, rng=rng, rank=self._rank, replicated=_declared(replicated))
         _refuse_unsavable(self._state)
-        root = Root(_only_url(url), dict(storage_options or {}), topology.launch)
-        self._agreement = open_agreement(topology, root)
-        if not root.launch:
-            root = replace(root, launch=self._agreement.decide("launch", None, lambda _: uuid.uuid4().hex))
-        self._root = root
+        self._tiers = as_tiers(url, keep, storage_options)
+        check_furthest(self._tiers, self._world)
+        self._agree(topology)
         path = Path(socket) if socket is not None else default_socket()
-        self._link = DaemonLink(path, self._hello(keep or Keep()), start_daemon=start_daemon)
+        self._link = DaemonLink(path, self._hello(), start_daemon=start_daemon)
         self._supply = ArenaSupply(self._link, slots=slots)
         self._handles = Handles(slot_freed=self._supply.wake)
         self._link.open(
@@ -130,9 +135,19 @@ class Checkpointer:
             on_renewed=self._supply.hand_over,
             on_refused=self._handles.on_refused,
         )
-        self._claim = WriterClaim(root)
+        self._state.place(
+            Placement(self._rank, self._world, self._nodes(path), resident=resident, check=check_replicas)
+        )
+        self._claim = WriterClaim(self._roots)
         self._stager = Stager(self._link.tell, overlap=overlap, check=check)
-        self._snapshots = Snapshots(self._state, self._supply, self._stager, rank=self._rank, world=self._world)
+        self._snapshots = Snapshots(
+            self._state,
+            self._supply,
+            self._stager,
+            rank=self._rank,
+            world=self._world,
+            check_replicas=check_replicas,
+        )
         appointments = Appointments(self._agreement.store, self._rank, self._world, self._skip_missed)
         self._schedule = Schedule(every_steps, every, appointments, self._rank)
         self._life: Life | None = None
@@ -144,17 +159,36 @@ class Checkpointer:
         if not any(offer.writable for offer in self._supply.held()):
             self._supply.grow(self._snapshots.slot_bytes_expected())
 
-    def _hello(self, keep: Keep) -> Hello:
+    def _agree(self, topology: Topology) -> None:
+        """What the ranks have to know of each other: how they talk, what their start is called, which tiers they see
+        together."""
+        roots = roots_of(self._tiers, topology.launch)
+        self._agreement = open_agreement(topology, roots[-1], "\n".join(tier.url for tier in self._tiers))
+        if not topology.launch:
+            launch = self._agreement.decide("launch", None, lambda _: uuid.uuid4().hex)
+            roots = roots_of(self._tiers, launch)
+        self._roots = find_shared(self._agreement, roots)
+        self._launch = roots[0].launch
+
+    def _hello(self) -> Hello:
         return Hello(
             protocol=messages.PROTOCOL,
-            urls=(self._root.url,),
+            tiers=of_hello(self._tiers, self._roots),
             rank=self._rank,
             world=self._world,
-            launch=self._root.launch,
-            keep=msgspec.to_builtins(keep),
-            storage_options=dict(self._root.options),
+            launch=self._launch,
             takeover=self._takeover,
         )
+
+    def _nodes(self, socket: Path) -> tuple[int, ...]:
+        """For each rank the number of its node."""
+        if self._world == 1:
+            return (0,)
+        try:
+            return tuple(self._agreement.decide("nodes", node_id(socket), number_nodes))
+        except BaseException:
+            self._link.close()
+            raise
 
     @property
     def rank(self) -> int:
@@ -210,7 +244,7 @@ class Checkpointer:
                 selection=Selection(include, exclude),
                 cast=EVERYTHING if cast is True else Selection(cast or ()),
             )
-            restored = Restorer(self._state, self._agreement, self._root, self._supply, self._scratch, wish).restore()
+            restored = Restorer(self._state, self._agreement, self._roots, self._supply, self._scratch, wish).restore()
         self._open_life(restored.version, fresh=fresh)
         assert self._life is not None
         restored.generation = self._life.generation
@@ -223,8 +257,8 @@ class Checkpointer:
 
     def _open_life(self, opened_from: Version | None, *, fresh: bool) -> Life:
         if self._life is None:
-            opening = Opening(self._root.launch, self._world, opened_from, fresh, self._takeover)
-            self._life = open_life(self._agreement, self._claim, opening)
+            opening = Opening(self._launch, self._world, opened_from, fresh, self._takeover)
+            self._life = open_life(self._agreement, self._roots, self._claim, opening)
         return self._life
 
     # Saving
@@ -425,11 +459,12 @@ def _check_step(step: object) -> None:
         raise UsageError(f"step {step!r} is not an integer between 0 and {STEP_MAX}")
 
 
-def _only_url(url: str | Sequence[str]) -> str:
-    urls = (url,) if isinstance(url, str) else tuple(url)
-    if len(urls) != 1:
-        raise ConfigError(f"{len(urls)} URLs", hint="give the one root of the run; tiers are not there yet")
-    return normal_url(urls[0])
+def _declared(replicated: bool | Sequence[str]) -> Declared:
+    if isinstance(replicated, bool):
+        return True if replicated else ()
+    if isinstance(replicated, str) or not all(isinstance(pattern, str) and pattern for pattern in replicated):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"replicated={replicated!r} is no list of patterns", hint='as in replicated=["model/*"]')
+    return tuple(replicated)
 
 
 def _refuse_unsavable(state: State) -> None:

@@ -13,12 +13,13 @@ import torch
 from ckptd.checkpoint.concurrency import each, in_thread
 from ckptd.checkpoint.plan import Want, make_plan, stage
 from ckptd.checkpoint.reader import CheckpointReader
+from ckptd.checkpoint.regions import holds_exactly
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.tensors import of_rank
 from ckptd.checkpoint.verify import check_proof
 from ckptd.errors import IntegrityError
 from ckptd.format.keys import Version
-from ckptd.format.records import TensorEntry
+from ckptd.format.records import IndexPiece, TensorEntry
 from ckptd.storage import Backend, Limits, open_backend, with_standard_wrappers
 from ckptd_client.blocking import BlockingLoop
 from ckptd_client.capture.stored import Described, InCommon, Ranks, Wanted
@@ -62,7 +63,7 @@ class CommittedCheckpoint:
         self._memory = dict(memory or {})
         self._scratch = scratch
         self._each_ranks = each_ranks or {}
-        self._own: dict[str, TensorEntry] = {}
+        self._seen: dict[str, TensorEntry] = {}
         self._world: dict[str, Described] = {}
         self._loop = BlockingLoop()
         self._backend: Backend = with_standard_wrappers(open_backend(root.url, root.options), Limits())
@@ -84,7 +85,7 @@ class CommittedCheckpoint:
             _, snapshot, layout = await reader.receipt(rank)
             self.tree = bytes(snapshot.tree)
             self.aliases: Mapping[str, str] = layout.aliases
-            self._own = {entry.name: entry for entry in layout.tensors if entry.per_rank}
+            self._seen = {entry.name: entry for entry in layout.tensors}
         else:
             common = await reader.common()
             self.tree, self.aliases = bytes(common.tree), common.aliases
@@ -95,8 +96,10 @@ class CommittedCheckpoint:
 
     def describe(self, name: str) -> Described | None:
         """See :class:`ckptd_client.capture.stored.Stored`."""
-        own = self._own.get(name)
-        return self._world.get(name) if own is None else Described(name, own.dtype, own.shape)
+        seen = self._seen.get(name)
+        if seen is not None and seen.per_rank:
+            return Described(name, seen.dtype, seen.shape)
+        return self._world.get(name)
 
     def in_common(self) -> InCommon:
         """See :class:`ckptd_client.capture.stored.Stored`."""
@@ -115,7 +118,12 @@ class CommittedCheckpoint:
 
     async def _fetch(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
         reader = self._opened()
-        wants = await each(wanted, LOCATED_AT_ONCE, self._want)
+        found = [self._in_own_shard(one) for one in wanted]
+        elsewhere = [i for i, want in enumerate(found) if want is None]
+        located = await each([wanted[i] for i in elsewhere], LOCATED_AT_ONCE, self._locate)
+        for i, want in zip(elsewhere, located, strict=True):
+            found[i] = want
+        wants = [want for want in found if want is not None]
         ranks = {piece.rank for want in wants for piece in want.pieces}
         block_bytes = {rank: await reader.block_bytes(rank) for rank in sorted(ranks)}
         memory = {rank: view for rank, view in self._memory.items() if rank in ranks}
@@ -123,14 +131,18 @@ class CommittedCheckpoint:
             memory = await self._verified(memory, wants, block_bytes)
         return await gather(wants, memory, reader, block_bytes, self._scratch)
 
-    async def _want(self, wanted: Wanted) -> Want:
-        tensor = wanted.tensor
-        own = self._own.get(tensor.name)
-        if own is None:
-            pieces = tuple(await self._opened().locate(tensor.name, wanted.region))
-        else:
-            pieces = of_rank(own, self.ranks.rank).own or ()
-        return Want(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, region=wanted.region, pieces=pieces)
+    def _in_own_shard(self, wanted: Wanted) -> Want | None:
+        """What this rank itself saved of it, where that is just what it wants now: as when nothing has changed."""
+        seen = self._seen.get(wanted.tensor.name)
+        if seen is None:
+            return None
+        pieces = of_rank(seen, self.ranks.rank).own or ()
+        if seen.per_rank:
+            return _want(wanted, pieces)
+        return next((_want(wanted, (p,)) for p in pieces if holds_exactly(p, wanted.region, seen.shape)), None)
+
+    async def _locate(self, wanted: Wanted) -> Want:
+        return _want(wanted, await self._opened().locate(wanted.tensor.name, wanted.region))
 
     async def _verified(
         self, memory: Mapping[int, memoryview], wants: Sequence[Want], block_bytes: Mapping[int, int]
@@ -178,9 +190,6 @@ class CommittedCheckpoint:
         self.close()
 
 
-async def mark_verified(root: Root, version: Version) -> None:
-    """All ranks have read and verified it: retention counts it as restorable."""
-    async with root.visit() as backend:
-        run = await Run.open(backend)
-        if not any(mark.mark == "verified" for mark in await run.marks(version)):
-            await run.add_mark(version, "verified", by=root.holder, reason="restored by all ranks")
+def _want(wanted: Wanted, pieces: Sequence[IndexPiece]) -> Want:
+    tensor = wanted.tensor
+    return Want(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, region=wanted.region, pieces=tuple(pieces))

@@ -9,7 +9,7 @@ import torch
 
 from ckptd.checkpoint.fetch import ShardReader
 from ckptd.checkpoint.plan import Want, make_plan, stage
-from ckptd.checkpoint.regions import piece_region, slabs
+from ckptd.checkpoint.regions import holds_exactly, piece_region, slabs
 from ckptd.format.dtypes import ITEM_BYTES
 from ckptd_client.dtypes import torch_dtype
 from ckptd_client.fetch import fetch
@@ -62,6 +62,8 @@ def _in_place(want: Want, memory: Mapping[int, memoryview]) -> torch.Tensor | No
     if len(want.pieces) != 1 or want.pieces[0].rank not in memory:
         return None
     (piece,) = want.pieces
+    if holds_exactly(piece, want.region, want.shape):
+        return _view(memory[piece.rank], piece.at, want)
     parts = slabs(piece_region(piece, want.shape), want.region, ITEM_BYTES[want.dtype], piece.at)
     if len(parts) != 1 or parts[0].lengths != (want.size_bytes,) or parts[0].source % ITEM_BYTES[want.dtype]:
         return None

@@ -8,18 +8,24 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from ckptd.checkpoint.run import Run
+import msgspec
+
+from ckptd.checkpoint.leases import HeldLease
 from ckptd.checkpoint.selectors import spoken
-from ckptd.errors import CkptdError, UsageError
+from ckptd.checkpoint.tiers import TierRuns, open_generation, open_tiers, put_generation, put_run_id
+from ckptd.errors import CkptdError, StorageError, UsageError, from_fields, to_fields
 from ckptd.format.keys import Version
-from ckptd.format.records import Parent
+from ckptd.format.records import GenerationRecord, Parent
 from ckptd.limits import LEASE_SECONDS
 from ckptd_client.agreement import Agreement
-from ckptd_client.roots import Root
+from ckptd_client.blocking import run_blocking
+from ckptd_client.nearest import refuse_stale
+from ckptd_client.roots import Root, visit_all
 
 RENEW_SECONDS = LEASE_SECONDS / 4
 
@@ -49,66 +55,89 @@ class Opening:
 
 
 class WriterClaim:
-    """Rank 0's claim on the run: held by a thread that renews it, and expiring by itself where the process dies."""
+    """Rank 0's claim on the run, in all tiers that answer: held by a thread that renews it, and expiring by itself
+    where the process dies."""
 
-    def __init__(self, root: Root) -> None:
-        self._root = root
+    def __init__(self, roots: Sequence[Root]) -> None:
+        self._roots = roots
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._released: asyncio.Event | None = None
 
-    def open(self, opening: Opening) -> tuple[str, int]:
-        """The run's id and the number of the new generation.
+    def open(self, opening: Opening) -> GenerationRecord:
+        """The new generation, opened in all tiers that answer.
 
         Raises :class:`ckptd.errors.RunInUse` while another writer lives, and :class:`UsageError` for a start from
         nothing where the run has checkpoints, unless that was asked for.
         """
-        opened: Future[tuple[str, int]] = Future()
+        opened: Future[GenerationRecord] = Future()
         self._thread = threading.Thread(
             target=asyncio.run, args=(self._hold(opening, opened),), name="ckptd-claim", daemon=True
         )
         self._thread.start()
         return opened.result()
 
-    async def _hold(self, opening: Opening, opened: Future[tuple[str, int]]) -> None:
+    async def _hold(self, opening: Opening, opened: Future[GenerationRecord]) -> None:
         self._loop, self._released = asyncio.get_running_loop(), asyncio.Event()
         try:
-            async with self._root.visit() as backend:
-                run = await Run.open(backend, create=True)
-                await self._check_empty(run, opening)
-                lease = await run.claim_writer(
-                    launch=opening.launch, holder=self._root.holder, takeover=opening.takeover
-                )
+            async with visit_all(self._roots) as backends:
+                tiers = await open_tiers(backends, create=True)
+                nearest = self._roots[0].url
+                if nearest in tiers.silent:  # nothing could be saved there
+                    raise tiers.silent[nearest]
+                await self._check_empty(tiers, opening)
+                leases: list[HeldLease] = []
                 try:
-                    record = await run.open_generation(
+                    await self._claim(tiers, opening, leases)
+                    record = await open_generation(
+                        tiers,
                         launch=opening.launch,
                         world=opening.world,
                         opened_from=opening.opened_from,
                         host=socket.gethostname(),
                         pid=os.getpid(),
                     )
-                    opened.set_result((run.id, record.generation))
+                    opened.set_result(record)
                     while not await _set_within(self._released, RENEW_SECONDS):
-                        try:
-                            await lease.renew()
-                        except CkptdError as error:
-                            _log.warning("the claim on %s could not be renewed: %s", self._root.url, error)
+                        for lease in leases:
+                            await self._renew(lease)
                 finally:
-                    await lease.release()
+                    for lease in leases:
+                        await lease.release()
         except BaseException as error:
             if opened.done():
                 raise
             opened.set_exception(error)
 
-    async def _check_empty(self, run: Run, opening: Opening) -> None:
+    async def _claim(self, tiers: TierRuns, opening: Opening, leases: list[HeldLease]) -> None:
+        for run in tiers.runs:
+            try:
+                leases.append(
+                    await run.claim_writer(
+                        launch=opening.launch, holder=self._roots[0].holder, takeover=opening.takeover
+                    )
+                )
+            except StorageError as error:
+                if run is tiers.runs[0]:
+                    raise
+                _log.warning("%s could not be claimed: %s", run.backend.url, error)
+
+    async def _renew(self, lease: HeldLease) -> None:
+        try:
+            await lease.renew()
+        except CkptdError as error:
+            _log.warning("the claim on %s could not be renewed: %s", self._roots[0].url, error)
+
+    async def _check_empty(self, tiers: TierRuns, opening: Opening) -> None:
         if opening.opened_from is not None or opening.fresh:
             return
-        latest = await run.latest()
+        latest = next(iter(await tiers.line()), None)
         if latest is not None:
             raise UsageError(
-                f"{self._root.url} already holds checkpoints, up to {spoken(latest)}",
+                f"{self._roots[0].url} already holds checkpoints, up to {spoken(latest)}",
                 hint="call ckpt.restore() before the first step, or ckpt.restore(step=0) to start over beside them",
             )
+        await refuse_stale(tiers, opening.launch)
 
     def close(self) -> None:
         """Give the claim up; it expires by itself where the store does not answer."""
@@ -127,13 +156,34 @@ async def _set_within(event: asyncio.Event, seconds: float) -> bool:
     return True
 
 
-def open_life(agreement: Agreement, claim: WriterClaim, opening: Opening) -> Life:
-    """Open the next generation, on rank 0, and tell all ranks. Put if absent: the number is the fencing token."""
+def open_life(agreement: Agreement, roots: Sequence[Root], claim: WriterClaim, opening: Opening) -> Life:
+    """Open the next generation, on rank 0, and tell all ranks. Put if absent: the number is the fencing token. Where a
+    tier is a disk of each node's own, each node notes it there.
 
-    def decide(_: list[Any]) -> list[Any]:
-        return list(claim.open(opening))
-
-    run, generation = agreement.decide("generation", None, decide)
+    Raises on all ranks what it raises on one.
+    """
+    told = agreement.decide("generation", None, lambda _: msgspec.to_builtins(claim.open(opening)))
+    record = msgspec.convert(told, GenerationRecord)
+    own = [root for root in roots if not root.shared]
+    if own:
+        trouble = None
+        try:
+            run_blocking(_note(own, record))
+        except CkptdError as error:
+            trouble = {"rank": agreement.rank, **to_fields(error)}
+        agreement.decide("noted", trouble, _raise_first)
     start = opening.opened_from
     parent = None if start is None else Parent(generation=start.generation, step=start.step)
-    return Life(str(run), int(generation), opening.launch, parent)
+    return Life(record.run, record.generation, opening.launch, parent)
+
+
+async def _note(roots: Sequence[Root], record: GenerationRecord) -> None:
+    async with visit_all(roots) as backends:
+        for backend in backends:
+            await put_run_id(backend, record.run)
+            await put_generation(backend, record)
+
+
+def _raise_first(troubles: list[dict[str, Any] | None]) -> None:
+    for trouble in filter(None, troubles):
+        raise from_fields(trouble["error"], f"rank {trouble['rank']}: {trouble['message']}", trouble["hint"])

@@ -11,9 +11,9 @@ import torch
 
 from ckptd.arena import Arena
 from ckptd.checkpoint.plan import Want
-from ckptd.checkpoint.regions import Region, piece_region, slabs
+from ckptd.checkpoint.regions import Region, holds_exactly, piece_region, slabs
 from ckptd.errors import CkptdError, CoverageError, IntegrityError
-from ckptd.format.common import Merge
+from ckptd.format.common_tree import Merge
 from ckptd.format.cover import check_layout
 from ckptd.format.digests import DIGEST_BYTES, digest_blocks
 from ckptd.format.keys import receipt_key
@@ -198,6 +198,10 @@ class HeldCheckpoint:
 
 def _covering(entries: Mapping[int, TensorEntry], wanted: Region, shape: tuple[int, ...]) -> list[IndexPiece]:
     """Pieces that hold some of ``wanted``, none of it twice: those of shards first, then resident ones."""
+    for rank, entry in entries.items():
+        for piece in entry.pieces:
+            if holds_exactly(piece, wanted, shape):
+                return [IndexPiece(at=piece.at, box=piece.box, bytes=piece.bytes, rank=rank, span=piece.span)]
     found: list[IndexPiece] = []
     for pieces in ("pieces", "resident"):
         for rank, entry in entries.items():

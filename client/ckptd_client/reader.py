@@ -170,10 +170,12 @@ class CheckpointView(Mapping[str, TensorView]):
         self.close()
 
     async def _names(self) -> list[str]:
-        layout = (await self._reader.receipt(self.rank or 0)).layout
-        own = [entry.name for entry in layout.tensors if entry.per_rank and self.rank is not None]
-        names = {entry.name async for entry in self._reader.entries()} | {*own}
-        tied = {alias for alias, name in layout.aliases.items() if name in names}
+        names, aliases = {entry.name async for entry in self._reader.entries()}, await self._reader.aliases()
+        if self.rank is not None:
+            layout = (await self._reader.receipt(self.rank)).layout
+            names |= {entry.name for entry in layout.tensors if entry.per_rank}
+            aliases = layout.aliases
+        tied = {alias for alias, name in aliases.items() if name in names}
         return sorted(names | tied)
 
     def _leaf(self, tag: str, members: dict[str, Any]) -> object:

@@ -1,13 +1,12 @@
 """Restore: agree on the newest checkpoint that all ranks can have, prove it, vote, and only then touch the live state.
 
-A rank reads what it needs of it, from this node's memory where the daemon still holds it, else from storage. Whatever
-fails to verify on any rank sends all ranks to the next older checkpoint, and the report says why. What the store cannot
-tell is an error, never "nothing".
+A rank reads what it needs of it, from this node's memory where the daemon still holds it, else from the nearest tier
+that has it sound. What fails to verify on a rank in every tier sends all ranks to the next older checkpoint, and the
+report says why. What no store can tell is an error, never "nothing".
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,18 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 from ckptd.checkpoint.reader import CheckpointReader
 from ckptd.checkpoint.run import Run
-from ckptd.checkpoint.selectors import Selector, choose, spoken
-from ckptd.errors import (
-    CkptdError,
-    FormatError,
-    IntegrityError,
-    NoCheckpoint,
-    NotFound,
-    ShortRead,
-    first_line,
-    from_fields,
-    to_fields,
-)
+from ckptd.checkpoint.selectors import Selector, spoken
+from ckptd.errors import CkptdError, IntegrityError, NoCheckpoint, first_line, from_fields, to_fields
 from ckptd.format.keys import Version, parse_version
 from ckptd.format.tree import decode_json
 from ckptd_client.agreement import Agreement
@@ -36,9 +25,10 @@ from ckptd_client.capture import Prepared, Report, State
 from ckptd_client.capture.nodes import node_at
 from ckptd_client.capture.restore import refuse_unexpected
 from ckptd_client.capture.selection import EVERYTHING, NOTHING, Selection
-from ckptd_client.committed import CommittedCheckpoint, mark_verified
+from ckptd_client.committed import CommittedCheckpoint
 from ckptd_client.gather import Scratch
 from ckptd_client.held import HeldCheckpoint, HeldSnapshot, MemoryOffers
+from ckptd_client.nearest import UNPROVEN, Found, candidates, from_nearest, mark_verified, run_in
 from ckptd_client.roots import Root
 
 CANDIDATES_MAX = 16
@@ -47,10 +37,6 @@ CANDIDATES_MAX = 16
 Source = Literal["memory", "storage", "none"]
 
 _log = logging.getLogger(__name__)
-_UNPROVEN = (IntegrityError, FormatError, NotFound, NoCheckpoint, ShortRead)
-"""What sends a restore on to an older checkpoint. Anything else is either a mismatch with the live state, which an
-older one would share, or the store not being able to tell."""
-
 
 EMPTY_REPORT = Report((), (), (), (), ())
 
@@ -72,6 +58,8 @@ class Restored:
     """What was loaded, missing, unexpected, skipped and why; newer checkpoints that did not verify are notices."""
     values: Mapping[str, object] = field(default_factory=dict[str, object])
     """The checkpoint's whole state tree as plain values, with a reference where it has a tensor."""
+    tier: str = ""
+    """The URL of the tier that this rank has read; empty where it came from memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,19 +75,34 @@ class Wish:
 
 class _Attempt(NamedTuple):
     prepared: Prepared | None
-    source: Source
     refusal: dict[str, Any] | None
+    read_from: Root | None = None
+    """``None`` where it came from memory."""
+    passed_over: tuple[str, ...] = ()
+    """Nearer tiers, and why they did not do."""
+
+    @property
+    def source(self) -> Source:
+        if self.prepared is None:
+            return "none"
+        return "memory" if self.read_from is None else "storage"
 
 
 class Restorer:
     """Restores one rank's state."""
 
     def __init__(
-        self, state: State, agreement: Agreement, root: Root, offers: MemoryOffers, scratch: Scratch, wish: Wish
+        self,
+        state: State,
+        agreement: Agreement,
+        roots: Sequence[Root],
+        offers: MemoryOffers,
+        scratch: Scratch,
+        wish: Wish,
     ) -> None:
         self._state = state
         self._agreement = agreement
-        self._root = root
+        self._roots = roots
         self._offers = offers
         self._scratch = scratch
         self._wish = wish
@@ -127,12 +130,12 @@ class Restorer:
             _log.warning("%s", passed_over[-1])
         if candidates:
             raise IntegrityError(
-                f"{self._root.url}: none of {len(candidates)} checkpoints verifies: {passed_over[0]}",
+                f"{self._where}: none of {len(candidates)} checkpoints verifies: {passed_over[0]}",
                 hint="`ckptd verify` says of each what is wrong with it",
             )
         if self._wish.required:
             raise NoCheckpoint(
-                f"{self._root.url}: there is no checkpoint", hint="restore without required=True to start anew"
+                f"{self._where}: there is no checkpoint", hint="restore without required=True to start anew"
             )
         return Restored()
 
@@ -144,18 +147,17 @@ class Restorer:
         if self._wish.strict:
             refuse_unexpected(outcome["unexpected"])
         self._apply(prepared)
-        everything = self._wish.selection.everything and prepared.ranks.same
-        if "storage" in outcome["sources"] and everything and self._agreement.rank == 0:
-            with contextlib.suppress(CkptdError):  # a store that is read-only to us restores all the same
-                run_blocking(mark_verified(self._root, version))
+        if self._wish.selection.everything and prepared.ranks.same:
+            mark_verified(self._agreement, self._roots, attempt.read_from, version)
         decision = "; ".join([_decision(version, prepared.ranks.saved_world, outcome["sources"]), *passed_over])
         _log.info("restored %s", decision)
         report = replace(
             prepared.report,
             unexpected=tuple(outcome["unexpected"]),
-            notices=(*passed_over, *prepared.report.notices),
+            notices=(*passed_over, *attempt.passed_over, *prepared.report.notices),
         )
-        return Restored(version.step, attempt.source, 0, version, decision, report, prepared.values)
+        tier = attempt.read_from.url if attempt.read_from is not None else ""
+        return Restored(version.step, attempt.source, 0, version, decision, report, prepared.values, tier)
 
     def _apply(self, prepared: Prepared) -> None:
         """Bring it into the live state, on all ranks or with an error on all: a rank whose objects refuse what they had
@@ -187,33 +189,24 @@ class Restorer:
         return self._agreement.decide("candidates", None, lambda _: run_blocking(self._list(versions)))
 
     async def _usable(self, held: list[list[list[Any]]]) -> list[Any]:
-        """The id of the run that lies at the root now, empty where there is none, and the snapshots of it that are in
+        """The id of the run that lies in the tiers now, empty where there is none, and the snapshots of it that are in
         memory for every rank that took one. What is left of a run that was deleted counts for nothing."""
-        async with self._root.visit() as backend:
-            try:
-                run = await Run.open(backend)
-            except NoCheckpoint:
-                return ["", []]
+        run = await run_in(self._roots)
         found: dict[str, set[int]] = {}
         worlds: dict[str, int] = {}
         for version, run_id, world, rank in (offer for of_rank in held for offer in of_rank):
-            if run_id == run.id:
+            if run_id == run:
                 found.setdefault(version, set()).add(rank)
                 worlds[version] = world
-        return [run.id, sorted(version for version, ranks in found.items() if len(ranks) == worlds[version])]
+        return [run, sorted(version for version, ranks in found.items() if len(ranks) == worlds[version])]
 
     async def _list(self, in_memory: list[Version]) -> list[str]:
-        async with self._root.visit() as backend:
-            try:
-                run = await Run.open(backend)
-            except NoCheckpoint:
-                return []
-            # A snapshot that all ranks hold sealed is as good as committed: its daemons are about to.
-            line = await run.line(also=in_memory)
-            committed = {*await run.committed(), *in_memory}
-        if self._wish.step == "latest":
-            return [str(version) for version in line[:CANDIDATES_MAX]]
-        return [str(choose(self._wish.step, line, sorted(committed)))]
+        found = await candidates(self._roots, self._wish.step, in_memory)
+        return [str(version) for version in found[:CANDIDATES_MAX]]
+
+    @property
+    def _where(self) -> str:
+        return ", ".join(root.url for root in self._roots)
 
     # States that another number of ranks takes over
 
@@ -225,7 +218,9 @@ class Restorer:
 
         def read(_: object) -> dict[str, list[Any]]:
             try:
-                return run_blocking(self._read_states(version, names))
+                return from_nearest(
+                    self._roots, lambda root: run_blocking(self._read_states(root, version, names))
+                ).value
             except CkptdError as error:
                 # Whoever needs them finds them missing, and says so in its vote.
                 _log.warning("the states of all ranks at step %d cannot be read: %s", version.step, first_line(error))
@@ -233,10 +228,10 @@ class Restorer:
 
         return self._agreement.decide("states", None, read)
 
-    async def _read_states(self, version: Version, names: Sequence[str]) -> dict[str, list[Any]]:
+    async def _read_states(self, root: Root, version: Version, names: Sequence[str]) -> dict[str, list[Any]]:
         async with (
-            self._root.visit() as backend,
-            await CheckpointReader.open(await Run.open(backend), version, holder=self._root.holder) as reader,
+            root.visit() as backend,
+            await CheckpointReader.open(await Run.open(backend), version, holder=root.holder) as reader,
         ):
             world = reader.manifest.world
             if world == self._agreement.world:
@@ -256,11 +251,12 @@ class Restorer:
             held = self._held(version)
             prepared = self._from_memory(held, each_ranks) if held else None
             if prepared is not None:
-                return _Attempt(prepared, "memory", None)
-            return _Attempt(self._from_storage(version, held, each_ranks), "storage", None)
+                return _Attempt(prepared, None)
+            found = self._from_storage(version, held, each_ranks)
+            return _Attempt(found.value, None, found.root, found.passed_over)
         except CkptdError as error:
-            final = not isinstance(error, _UNPROVEN)
-            return _Attempt(None, "none", {"rank": self._agreement.rank, "final": final, **to_fields(error)})
+            final = not isinstance(error, UNPROVEN)
+            return _Attempt(None, {"rank": self._agreement.rank, "final": final, **to_fields(error)})
 
     def _held(self, version: Version) -> dict[int, HeldSnapshot]:
         """What is sound, at first sight, of a checkpoint in this node's memory."""
@@ -280,7 +276,7 @@ class Restorer:
         try:
             checkpoint = HeldCheckpoint(
                 held,
-                self._root,
+                self._roots[0],
                 rank=self._agreement.rank,
                 world=self._agreement.world,
                 scratch=self._scratch,
@@ -289,41 +285,39 @@ class Restorer:
             return self._state.prepare(
                 checkpoint, strict=self._wish.strict, selection=self._wish.selection, cast_=self._wish.cast
             )
-        except _UNPROVEN as error:
+        except UNPROVEN as error:
             _log.warning("not restored from memory: %s", first_line(error))
             return None
 
     def _from_storage(
         self, version: Version, held: Mapping[int, HeldSnapshot], each_ranks: Mapping[str, Sequence[Any]]
-    ) -> Prepared:
+    ) -> Found[Prepared]:
         memory = {rank: snapshot.memory for rank, snapshot in held.items()}
+
+        def read(root: Root) -> Prepared:
+            with CommittedCheckpoint(
+                root,
+                version,
+                rank=self._agreement.rank,
+                world=self._agreement.world,
+                memory=memory,
+                scratch=self._scratch,
+                each_ranks=each_ranks,
+            ) as checkpoint:
+                return self._state.prepare(
+                    checkpoint, strict=self._wish.strict, selection=self._wish.selection, cast_=self._wish.cast
+                )
+
         try:
-            opened = self._open(version, memory, each_ranks)
+            found = from_nearest(self._roots, read)
         except NoCheckpoint:
             if not held:
                 raise
             self._offers.await_idle()  # all have it sealed, so it is about to be committed
-            opened = self._open(version, memory, each_ranks)
-        with opened as checkpoint:
-            prepared = self._state.prepare(
-                checkpoint, strict=self._wish.strict, selection=self._wish.selection, cast_=self._wish.cast
-            )
+            found = from_nearest(self._roots, read)
         for snapshot in held.values():
             snapshot.check_still_there()
-        return prepared
-
-    def _open(
-        self, version: Version, memory: Mapping[int, memoryview], each_ranks: Mapping[str, Sequence[Any]]
-    ) -> CommittedCheckpoint:
-        return CommittedCheckpoint(
-            self._root,
-            version,
-            rank=self._agreement.rank,
-            world=self._agreement.world,
-            memory=memory,
-            scratch=self._scratch,
-            each_ranks=each_ranks,
-        )
+        return found
 
     def _vote(self, attempt: _Attempt) -> dict[str, Any]:
         unexpected = attempt.prepared.report.unexpected if attempt.prepared is not None else ()

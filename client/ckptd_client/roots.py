@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from ckptd.storage import Backend, Limits, StorageOptions, open_backend, with_standard_wrappers
@@ -18,6 +18,8 @@ class Root:
     url: str
     options: StorageOptions
     launch: str
+    shared: bool = True
+    """All ranks see the same place; else each node has a disk of its own."""
 
     def __repr__(self) -> str:
         return f"Root({self.url!r})"
@@ -32,3 +34,10 @@ class Root:
         """The backend, closed at the end."""
         async with contextlib.aclosing(open_backend(self.url, self.options)) as bare:
             yield with_standard_wrappers(bare, Limits())
+
+
+@contextlib.asynccontextmanager
+async def visit_all(roots: Sequence[Root]) -> AsyncGenerator[list[Backend], None]:
+    """The backends of several roots, closed at the end."""
+    async with contextlib.AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(root.visit()) for root in roots]

@@ -26,12 +26,15 @@ DOC_BYTES_SPARE = 65536
 class Snapshots:
     """Snapshots of one rank's state. Belongs to the training thread."""
 
-    def __init__(self, state: State, supply: ArenaSupply, stager: Stager, *, rank: int, world: int) -> None:
+    def __init__(
+        self, state: State, supply: ArenaSupply, stager: Stager, *, rank: int, world: int, check_replicas: bool = False
+    ) -> None:
         self._state = state
         self._supply = supply
         self._stager = stager
         self._rank = rank
         self._world = world
+        self._check_replicas = check_replicas
         self._capture: Capture | None = None
         self._plan: Plan | None = None
         self._arena_settled = False
@@ -67,6 +70,7 @@ class Snapshots:
     def _doc(self, save: Save, life: Life, capture: Capture, plan: Plan, metrics: Mapping[str, float | None]) -> bytes:
         return records.encode(
             Snapshot(
+                check_replicas=self._check_replicas,
                 generation=save.version.generation,
                 launch=life.launch,
                 layout=plan.layout,
@@ -93,7 +97,7 @@ class Snapshots:
     def slot_bytes_expected(self) -> int:
         """Of a slot for the state as it will be once the optimizers have made theirs."""
         capture, plan = self._planned()
-        growth = expected_growth_bytes(self._state.optimizers())
+        growth = int(expected_growth_bytes(self._state.optimizers()) * _copied(capture, plan))
         doc_bytes = len(plan.layout) * (2 if growth else 1) + len(capture.tree) * 2 + DOC_BYTES_SPARE
         return plan.slot_bytes(doc_bytes + growth)
 
@@ -109,3 +113,9 @@ class Snapshots:
         doc_bytes = len(plan.layout) + len(capture.tree) + DOC_BYTES_SPARE
         if ring is None or not ring.fits(plan, doc_bytes):
             self._supply.grow(plan.slot_bytes(doc_bytes))
+
+
+def _copied(capture: Capture, plan: Plan) -> float:
+    """How much of the tensors that it holds this rank copies; the rest is copied by other ranks."""
+    held_bytes = sum(piece.local.nbytes for part in capture.parts.values() for piece in part.each())
+    return min(sum(plan.sizes) / held_bytes, 1.0) if held_bytes else 1.0

@@ -6,6 +6,7 @@ import os
 import uuid
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -57,6 +58,19 @@ def _launcher_id() -> str:
     if "SLURM_JOB_ID" in environ:
         return f"slurm-{environ['SLURM_JOB_ID']}#{environ.get('SLURM_RESTART_COUNT', '0')}"
     return ""
+
+
+def node_id(socket: Path) -> str:
+    """Which node this process is on: the same for all that share a daemon, in whichever container."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    info = socket.stat()
+    return f"{boot}.{info.st_dev}.{info.st_ino}"
+
+
+def number_nodes(ids: list[str]) -> list[int]:
+    """For each rank the number of its node, in the order in which they first appear."""
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(ids))}
+    return [numbers[name] for name in ids]
 
 
 def torch_store() -> Any | None:

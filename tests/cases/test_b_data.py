@@ -57,6 +57,17 @@ def test_r51_the_position_counts_samples_whatever_the_accumulation() -> None:
     assert sorted(ids) == list(range(40))
 
 
+def test_r51_a_save_between_micro_batches_keeps_what_was_used() -> None:
+    """The gradients of two micro-batches are lost with the process: their samples are given again."""
+    source = loader(40, 2, accumulation=4)
+    used = take(source, 4)
+    take(source, 2)
+    stored = save({"loader": source})
+    fresh = loader(40, 2, accumulation=4, seed=99)
+    restore(stored, {"loader": fresh})
+    assert sorted(used + take(fresh)) == list(range(40))
+
+
 def test_r52_seed_epoch_and_position_are_one_unit() -> None:
     """Two ranks stop after three batches; new processes, made with another seed, go on with the same permutation."""
     whole = [take(loader(48, 4, rank=rank, world=2)) for rank in range(2)]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ckptd.errors import MismatchError, StateError, Unavailable
-from ckptd.format.common import Merge
+from ckptd.format.common_tree import Merge
 from ckptd.jitter import backoff_seconds
 from ckptd_backends.retry import RetryPolicy, retried
 from tests.client.roundtrip import Stored, assert_same, bits, restore, save, seed_all

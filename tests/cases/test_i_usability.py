@@ -71,7 +71,7 @@ async def test_r174_one_bit_in_any_object_is_noticed(tmp_run: str) -> None:
     places = {
         "run.json": (b'"run":"',),
         "generations/000001.json": (b'"kind":"', b'"world":', b'"launch":"', b'"opened_from":'),
-        "manifests/000000000010-g000001.json": (b'"digest":"', b'"at":', b'"shape":[', b'"dtype":"', b'"step":'),
+        "manifests/000000000010-g000001.json": (b'"digest":"', b'"chunks":[', b'"shape":[', b'"dtype":"', b'"step":'),
         "receipt": (b'"blocks":"', b'"at":', b'"shape":[', b'"lr",'),
         "shard": (b'"data_offsets":[', 4096, 1_500_000, -1),
     }

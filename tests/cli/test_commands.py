@@ -81,6 +81,11 @@ def test_show(url: str) -> None:
     shown = ckptd_json("show", url)
     assert (shown["checkpoint"], shown["parent"], shown["world"]) == ("30-g2", "10-g1", 1)
     assert [tensor["name"] for tensor in shown["tensors"]] == ["model/bias", "model/weight", "optimizer/exp_avg"]
+    assert [(tensor["cut"], tensor["rank"]) for tensor in shown["tensors"]] == [
+        ([1], None),
+        ([1, 1], None),
+        ([1, 1], None),
+    ]
     assert ckptd_json("show", url, "10")["marks"] == [{"mark": "pinned", "by": "me", "reason": "good"}]
     text = ckptd("show", url, "20-g1").stdout
     assert "model/weight" in text
@@ -251,6 +256,9 @@ def test_status_of_a_busy_daemon(capsys: pytest.CaptureFixture[str]) -> None:
     save |= {"bytes_per_second": 100 << 20, "progress_age_seconds": 0.25}
     session = {"run": "file:///r[1]", "rank": 0, "world": 2, "pid": 7}
     beat = {"step": 12, "phase": "step", "age_seconds": 1.5}
+    tier = {"run": "file:///r[1]", "tier": "s3://b/r", "state": "failing", "committed": "8-g1", "failures": 3}
+    tier |= {"behind_steps": 40, "behind_seconds": 12.3, "copying": "9-g1", "bytes": 2 << 30, "bytes_done": 1 << 30}
+    tier |= {"error": "Unavailable: no route [at all]"}
     daemon_commands.print_status(
         {
             "version": "1",
@@ -261,6 +269,7 @@ def test_status_of_a_busy_daemon(capsys: pytest.CaptureFixture[str]) -> None:
             "arena_bytes": 8 << 30,
             "saves": {"count": 1, "listed": [save]},
             "sessions": {"count": 2, "listed": [session | {"beat": beat}, session | {"beat": None}]},
+            "tiers": {"count": 1, "listed": [tier]},
             "committed": {"file:///r[1]": "9-g1"},
             "failures": [{"version": "8-g1", "rank": 1, "stage": "writing", "error": "disk full [really]"}],
         }
@@ -274,6 +283,9 @@ def test_status_of_a_busy_daemon(capsys: pytest.CaptureFixture[str]) -> None:
         "file:///r[1]",
         "disk full [really]",
         "1.5 s ago",
+        "40 steps, 12 s",
+        "9-g1: 1.0 GiB of 2.0 GiB",
+        "not copied to s3://b/r: Unavailable: no route [at all]",
     ):
         assert part in text, part
 

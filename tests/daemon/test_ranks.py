@@ -152,7 +152,9 @@ def test_only_the_last_checkpoints_are_kept(daemon: DaemonProcess, tmp_run: str)
         for step in range(4, 9):
             check_committed(sessions[0].member, step)
         wait_until(
-            lambda: len(list((run_folder(tmp_run) / "checkpoints").glob("*/*"))) == 5 * 4,
+            lambda: (
+                len(list((run_folder(tmp_run) / "checkpoints").glob("*/*"))) == 5 * 5
+            ),  # two shards, two receipts and what is common
             "deletion of the data",
             deadline_seconds=10,
         )

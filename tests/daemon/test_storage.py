@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import boto3
@@ -18,30 +17,9 @@ from ckptd.wire.messages import Committed, Failed
 from devtools.processes import wait_until
 from devtools.seaweedfs import S3Endpoint
 from tests.daemon.stored import check_committed, manifest, run_folder
-from tests.daemon.trainer import DaemonProcess, Member, Trainer, daemon_at, trainer
+from tests.daemon.trainer import Member, Trainer, daemon_at, trainer
 from tests.servers.fault_proxy import FaultProxy, refuse
 from tests.servers.proxied import raw_client
-
-
-def test_both_roots_of_a_run_get_the_checkpoint(daemon: DaemonProcess, tmp_path: Path) -> None:
-    member = Member(f"file://{tmp_path / 'near'}", far_url=f"file://{tmp_path / 'far'}")
-    with trainer(daemon.socket, member) as session:
-        session.save(1)
-        assert isinstance(session.outcome(1), Committed)
-        check_committed(member, 1)
-        check_committed(replace(member, url=member.far_url), 1)
-        # The far one fails: the save has failed, and the near one is complete all the same.
-        far = tmp_path / "far" / "checkpoints"
-        far.rename(tmp_path / "elsewhere")
-        far.write_text("no folder")
-        session.save(2)
-        failed = session.outcome(2)
-        assert isinstance(failed, Failed)
-        assert "far" in failed.message
-        # The near one's commit goes on by itself.
-        wait_until(lambda: manifest(member.url, Version(2, 1)) is not None, "the near manifest", deadline_seconds=10)
-        check_committed(member, 2)
-        assert manifest(member.far_url, Version(2, 1)) is None
 
 
 def test_s3_from_the_slot_to_the_manifest(s3_server: S3Endpoint, socket_path: Path) -> None:

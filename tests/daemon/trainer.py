@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,16 +27,9 @@ from ckptd.format import keys
 from ckptd.format.digests import digest
 from ckptd.format.keys import Version
 from ckptd.format.records import (
-    Layout,
-    Parent,
-    Piece,
     Run,
-    Snapshot,
-    Span,
-    TensorEntry,
     encode,
 )
-from ckptd.format.shard import StoredPiece, lay_out
 from ckptd.storage import open_backend
 from ckptd.wire import channel, messages
 from ckptd.wire.messages import (
@@ -65,13 +58,14 @@ from ckptd.wire.messages import (
     SlotRef,
     SnapshotOffer,
     Status,
+    TierOfRun,
     Voided,
     Welcome,
 )
 from devtools.processes import kill_group, spawn, wait_until
+from tests.daemon.member import RUN, Content, Member
 
 DEADLINE_SECONDS = 20.0
-RUN = "testrun"
 Kind = TypeVar("Kind", bound=Message)
 
 
@@ -122,70 +116,6 @@ def daemon_at(socket_path: Path, *options: str, mode: int = 0o700) -> Generator[
         yield process.wait_for()
     finally:
         process.kill()
-
-
-@dataclass(frozen=True)
-class Content:
-    """What a slot is filled with."""
-
-    shard: bytes
-    doc: bytes
-    version: Version
-
-
-@dataclass(frozen=True)
-class Member:
-    """Who the trainer says that it is."""
-
-    url: str
-    rank: int = 0
-    world: int = 1
-    generation: int = 1
-    launch: str = "launch#0"
-    parent: Parent | None = None
-    takeover: bool = False
-    keep_last: int = 100
-    far_url: str = ""
-    """A second root."""
-    storage_options: dict[str, Any] = field(default_factory=dict[str, Any])
-
-    def content(self, step: int, size: int = 300_000, *, salt: int = 0) -> Content:
-        """A snapshot: one tensor of the run, of which each rank has ``size`` bytes, and one of the rank's own."""
-        pieces = [StoredPiece("model/w", "uint8", (size,)), StoredPiece("rng", "int64", (3,))]
-        laid = lay_out(pieces)
-        seed = f"{step}.{self.generation}.{self.rank}.{salt}.".encode()
-        data = (seed * (size // len(seed) + 1))[:size]
-        own = bytes([step % 256]) * 24
-        shard = bytearray(laid.size_bytes)
-        shard[: len(laid.header)] = laid.header
-        for offset, value in zip(laid.offsets, (data, own), strict=True):
-            shard[offset : offset + len(value)] = value
-        span = Span(self.rank * size, (self.rank + 1) * size)
-        whole = TensorEntry(
-            dtype="uint8",
-            name="model/w",
-            per_rank=False,
-            pieces=(Piece(at=laid.offsets[0], bytes=size, span=span),),
-            shape=(size * self.world,),
-        )
-        mine = TensorEntry(
-            dtype="int64", name="rng", per_rank=True, pieces=(Piece(at=laid.offsets[1], bytes=24),), shape=(3,)
-        )
-        layout = Layout(aliases={}, header_bytes=len(laid.header), shard_bytes=laid.size_bytes, tensors=(whole, mine))
-        snapshot = Snapshot(
-            generation=self.generation,
-            launch=self.launch,
-            layout=msgspec.Raw(encode(layout)),
-            metrics={"loss": 1.5},
-            parent=self.parent,
-            parts=("model", "rng"),
-            rank=self.rank,
-            run=RUN,
-            step=step,
-            tree=msgspec.Raw(b'{"$":"dict","v":[]}'),
-            world=self.world,
-        )
-        return Content(bytes(shard), encode(snapshot), snapshot.version)
 
 
 class Trainer:
@@ -265,12 +195,10 @@ class Trainer:
         return self.ask(
             Hello(
                 protocol=messages.PROTOCOL,
-                urls=(member.url, member.far_url) if member.far_url else (member.url,),
+                tiers=member.tiers,
                 rank=member.rank,
                 world=member.world,
                 launch=member.launch,
-                keep={"last": member.keep_last},
-                storage_options=member.storage_options,
                 takeover=member.takeover,
             ),
             Welcome,
@@ -331,7 +259,8 @@ class Trainer:
         self._ticket += 1
         arena.set_record(slot, SlotRecord(ticket=self._ticket))
         memory = arena.slot(slot)
-        start = pages(len(content.shard))
+        memory[pages(len(content.shard)) : pages(len(content.shard)) + len(content.resident)] = content.resident
+        start = pages(content.held_bytes)
         memory[start : start + len(content.doc)] = content.doc
         memory[start] ^= torn
         arena.set_record(
@@ -345,6 +274,7 @@ class Trainer:
                 doc_bytes=len(content.doc),
                 doc_digest=digest(content.doc),
                 pid=os.getpid(),
+                held_bytes=content.held_bytes,
             ),
         )
         at = SlotRef(arena=arena.id, slot=slot, ticket=self._ticket)
@@ -407,13 +337,16 @@ def connect(socket_path: Path) -> socket.socket:
 def begin_run(member: Member) -> None:
     """Say whose the member's roots are, as the first trainer of a run does."""
 
-    async def begin(url: str) -> None:
-        async with contextlib.aclosing(open_backend(url, member.storage_options)) as backend:
+    async def begin(tier: TierOfRun) -> None:
+        async with contextlib.aclosing(open_backend(tier.url, tier.storage_options)) as backend:
             with contextlib.suppress(AlreadyExists):
                 await backend.put(keys.RUN, encode(Run(run=RUN)), if_absent=True)
+            if tier.url == member.url and member.far_url:
+                with contextlib.suppress(AlreadyExists):
+                    await backend.put(keys.generation_key(member.generation), encode(member.record), if_absent=True)
 
-    for url in filter(None, (member.url, member.far_url)):
-        asyncio.run(begin(url))
+    for tier in member.tiers:
+        asyncio.run(begin(tier))
 
 
 @contextlib.contextmanager

@@ -165,6 +165,9 @@ def test_keys_are_those_of_the_table() -> None:
         keys.manifest_key(version),
         keys.mark_key(version, "pinned", "token"),
         keys.tombstone_key(version),
+        keys.exchanged_key(0, keys.receipt_key(version, 1, 2)),
+        keys.copy_key(0, version),
+        keys.probe_key("token"),
     }
     values = {
         "version": "000000001000-g000003",
@@ -172,6 +175,7 @@ def test_keys_are_those_of_the_table() -> None:
         "rank": "00001",
         "world": "00002",
         "part": "00004",
+        "tier": "0",
     }
     values |= {"attempt": "token", "mark": "pinned", "token": "token"}
     rows = re.findall(r"(?m)^\| `([^`]+)`", SECTIONS["Names"])

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.checkpoint.locating import sought
+from ckptd.checkpoint.regions import region
 from ckptd.errors import CkptdError, CoverageError, FormatError, UnsupportedFormat
 from ckptd.format.proof import prove
-from ckptd.format.records import GenerationRecord, Lease, Manifest, Mark, Run, decode
+from ckptd.format.records import GenerationRecord, Index, Lease, Manifest, Mark, Run, decode
 from ckptd.format.shard import read_header
 from ckptd.format.tree import decode_json, decode_tree
 
@@ -23,12 +25,19 @@ def _unknown(tag: str, members: dict[str, object]) -> object:
     raise FormatError(f"no codec for {tag}")
 
 
+def _located(data: bytes) -> object:
+    """Every tensor of an index, in a world of four."""
+    index = decode(data, Index)
+    return [sought(entry, index.rank_lists, region(entry.shape), 4) for entry in index.tensors]
+
+
 READERS: dict[str, Callable[[bytes], object]] = {
     "run": lambda data: decode(data, Run),
     "generation": lambda data: decode(data, GenerationRecord),
     "manifest": lambda data: decode(data, Manifest),
     "mark": lambda data: decode(data, Mark),
     "lease": lambda data: decode(data, Lease),
+    "index": _located,
     "receipt": lambda data: prove([data]),
     "tree": lambda data: decode_tree(decode_json(data), _unknown),
     "shard": read_header,
@@ -44,6 +53,27 @@ REFUSED: dict[str, tuple[type[CkptdError], str]] = {
     "generation/text-too-long.json": (FormatError, "$.host"),
     "generation/world-of-nobody.json": (FormatError, "$.world"),
     "generation/world-too-large.json": (FormatError, "$.world"),
+    "index/grid-beside-pieces.json": (CoverageError, "w: has a grid as well as pieces"),
+    "index/grid-beyond-the-world.json": (CoverageError, "w: lies on rank 4 of 4"),
+    "index/grid-of-countless-cells-on-a-list.json": (
+        CoverageError,
+        "w: a grid of 1329227995784915872903807060280344576 cells on 4 ranks",
+    ),
+    "index/grid-of-countless-cells.json": (CoverageError, "w: a grid of 1152921504606846976 cells on 4 ranks, 0:4:1"),
+    "index/grid-of-other-dimensions.json": (CoverageError, "w: a grid of cells (5, 1) does not fit the shape (5,)"),
+    "index/grid-on-a-list-that-is-not-there.json": (CoverageError, "w: a grid on a list of ranks that is not there"),
+    "index/grid-run-beyond-its-last-rank.json": (CoverageError, "w: a grid of 2 cells on 2 ranks, 0:4:2"),
+    "index/grid-run-without-a-step.json": (FormatError, "$.tensors[0].grid.ranks.step"),
+    "index/grid-with-a-chunk-beyond-the-tensor.json": (
+        CoverageError,
+        "w: a grid of cells (6,) does not fit the shape (5,)",
+    ),
+    "index/grid-with-a-rank-too-few.json": (CoverageError, "w: a grid of 3 cells on 2 ranks, 0:2:1"),
+    "index/grid-with-a-rank-too-many.json": (CoverageError, "w: a grid of 3 cells on 4 ranks"),
+    "index/grid-with-an-empty-chunk.json": (CoverageError, "w: a grid of cells (0,) does not fit the shape (5,)"),
+    "index/grid-without-ranks.json": (FormatError, "$.tensors[0].grid"),
+    "index/pieces-twice.json": (CoverageError, "w: ranks 0 and 1 both hold elements of (3,)+(2,) and (0,)+(5,)"),
+    "index/pieces-with-a-gap.json": (CoverageError, "w: 3 of 5 elements are covered, by ranks [0]"),
     "lease/lease-for-an-unknown-purpose.json": (FormatError, "$.purpose"),
     "manifest/digest-in-capitals.json": (FormatError, "$.receipts[0].digest"),
     "manifest/digest-too-short.json": (FormatError, "$.receipts[0].digest"),
@@ -62,7 +92,11 @@ REFUSED: dict[str, tuple[type[CkptdError], str]] = {
         "rank 0: v: an alias of w, which is not a tensor of this layout",
     ),
     "receipt/attempt-with-a-slash.json": (FormatError, "$.shard.attempt"),
+    "receipt/blocks-cut-otherwise.json": (CoverageError, "rank 0: the receipt's size or digests do not fit its layout"),
     "receipt/blocks-not-base64.json": (FormatError, "$.shard.blocks"),
+    "receipt/blocks-of-no-whole-pages.json": (FormatError, "$.shard.block_bytes"),
+    "receipt/blocks-too-long.json": (FormatError, "$.shard.block_bytes"),
+    "receipt/blocks-too-short.json": (FormatError, "$.shard.block_bytes"),
     "receipt/digests-that-do-not-add-up.json": (CoverageError, "rank 0: the receipt's digests do not add up"),
     "receipt/element-missing.json": (CoverageError, "w: 3 of 4 elements are covered, by ranks [0]"),
     "receipt/element-twice.json": (CoverageError, "w: ranks 0 and 0 both hold elements of (2,)+(2,) and (0,)+(3,)"),
@@ -97,6 +131,35 @@ REFUSED: dict[str, tuple[type[CkptdError], str]] = {
     "receipt/rank-of-a-larger-world.json": (CoverageError, "1 receipts for a world of 2 ranks"),
     "receipt/rank-of-its-own.json": (CoverageError, "the receipt of rank 0 says that it is of rank 1"),
     "receipt/receipt-of-nothing.json": (FormatError, "not a record of the format"),
+    "receipt/resident-bytes-of-nothing.json": (
+        CoverageError,
+        "rank 0: resident pieces up to byte 8192 are described up to byte 0",
+    ),
+    "receipt/resident-digests-missing.json": (
+        CoverageError,
+        "rank 0: the receipt's size or digests do not fit its layout",
+    ),
+    "receipt/resident-digests-that-nobody-asked-for.json": (
+        CoverageError,
+        "rank 0: the receipt's size or digests do not fit its layout",
+    ),
+    "receipt/resident-hole.json": (
+        CoverageError,
+        "rank 0: hole or overlap in the slot behind the shard at byte 8200: the next piece starts at 8204",
+    ),
+    "receipt/resident-longer-than-described.json": (
+        CoverageError,
+        "rank 0: resident pieces up to byte 8220 are described up to byte 8216",
+    ),
+    "receipt/resident-not-on-the-page-behind-the-shard.json": (
+        CoverageError,
+        "rank 0: hole or overlap in the slot behind the shard at byte 8192: the next piece starts at 4104",
+    ),
+    "receipt/resident-of-its-own-value.json": (
+        CoverageError,
+        "rank 0: b: a value of its own has no copy of another rank's",
+    ),
+    "receipt/resident-outside-its-tensor.json": (CoverageError, "rank 0: b: range 5:7 does not lie in shape (6,)"),
     "receipt/scalar-twice.json": (CoverageError, "w: saved whole by ranks 0 and 0"),
     "receipt/shard-elsewhere.json": (
         CoverageError,
@@ -158,6 +221,7 @@ REFUSED: dict[str, tuple[type[CkptdError], str]] = {
     "tree/member-twice.json": (FormatError, "an object has the member 'v' twice"),
     "tree/nested-too-deep.json": (FormatError, "state tree nested deeper than 64 levels"),
     "tree/object-without-a-type.json": (FormatError, "state tree holds an object without a type"),
+    "tree/per-rank-in-a-tree-of-one-rank.json": (FormatError, "no codec for per_rank"),
     "tree/plain-integer-too-large.json": (FormatError, "state tree: a plain number beyond 2**53"),
     "tree/string-that-is-plain.json": (FormatError, "'str': a string that stands for itself"),
     "tree/unknown-member.json": (FormatError, "'tuple': a member that its type does not have"),

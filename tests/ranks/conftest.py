@@ -85,14 +85,20 @@ class Ranks:
         self._workers = workers
         self.world = 1
 
-    def open(self, url: str, world: int, sockets: Path | list[Path], launch: str = "", **options: Any) -> None:
-        """All ranks of one start."""
+    def open(
+        self, url: str | list[str], world: int, sockets: Path | list[Path], launch: str = "", **options: Any
+    ) -> None:
+        """All ranks of one start; with several sockets, each on a node of its own."""
         self.world = world
         places = sockets if isinstance(sockets, list) else [sockets] * world
         same = {"url": url, "world": world, "launch": launch or uuid.uuid4().hex, **options}
         for rank in range(world):
             self[rank].start()  # here: a process dies with the thread that started it
-        self.each("open", lambda rank: {"rank": rank, "socket": str(places[rank]), **same})
+
+        def node(rank: int) -> dict[str, str]:
+            return {"node": f"node{rank}"} if isinstance(sockets, list) else {}
+
+        self.each("open", lambda rank: {"rank": rank, "socket": str(places[rank]), **node(rank), **same})
 
     def group(self, world: int, folder: Path) -> None:
         """Let ranks join a process group, until the test is over."""

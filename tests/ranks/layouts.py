@@ -206,6 +206,11 @@ class LayoutTraining:
         return {name: digest(value) for name, value in found.items()}
 
 
+def training(layout: str, **options: Any) -> LayoutTraining | RowsTraining:
+    """``rows``, or one of the layouts."""
+    return RowsTraining(**options) if layout == "rows" else LayoutTraining(layout, **options)
+
+
 def digest(value: object) -> str:
     """Of a value in every bit; of a tensor, whole."""
     found = hashlib.blake2b(digest_size=8)

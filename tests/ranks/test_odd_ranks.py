@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.client.conftest import Daemon
+from tests.client.conftest import Daemon, committed
 from tests.ranks.conftest import RankError, Ranks
 
 Start = Callable[..., Daemon]
@@ -129,3 +129,16 @@ def test_a_rank_that_had_none_of_what_others_had_of_their_own(ranks: Ranks, daem
     reopened(ranks, daemon.socket, tmp_run, 3, "experts")
     with pytest.raises(RankError, match=r"rank 0: .*model/expert.weight \(each of 3 ranks .*and this one had none"):
         ranks.each("restore")
+
+
+def test_experts_of_one_name_that_were_declared_equal_are_not_committed(
+    ranks: Ranks, daemon: Daemon, tmp_run: str
+) -> None:
+    """Each expert has the name that it has on its rank, and the run says that all its tensors are replicas."""
+    ranks.open(tmp_run, 2, daemon.socket, odd="experts", replicated=True, check_replicas=True)
+    ranks.each("restore")
+    ranks.each("run", steps=1)
+    with pytest.raises(RankError, match=r"expert\.(weight|bias).*ranks? 0.*1"):
+        ranks.each("save_as_it_is", step=1)
+    assert committed(tmp_run) == []
+    ranks.kill()

@@ -6,6 +6,7 @@ Each line on standard input is a JSON object with a ``do``; each is answered by 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,15 @@ from tests.client.conftest import Training
 
 if TYPE_CHECKING:
     from tests.ranks.layouts import LayoutTraining, RowsTraining
+    from tests.ranks.models import ParallelTraining
     from tests.ranks.odd import OddTraining
+
+    Digested = LayoutTraining | RowsTraining | OddTraining
+
+
+def collectives() -> list[int]:
+    """How many collectives each process group of this rank has seen."""
+    return [group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map]
 
 
 class Worker:
@@ -28,7 +37,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.ckpt: Checkpointer | None = None
-        self.training: Training | LayoutTraining | RowsTraining | OddTraining = Training(width=16, layers=2)
+        self.training: Training | ParallelTraining | Digested = Training(width=16, layers=2)
         self.saves: dict[int, Save] = {}
 
     def group(self, store: str, rank: int, world: int) -> dict[str, Any]:
@@ -47,32 +56,38 @@ class Worker:
 
     def open(
         self,
-        url: str,
+        url: str | list[str],
         rank: int,
         world: int,
         launch: str,
         socket: str,
+        node: str = "",
+        kind: str = "",
         layout: str = "",
         odd: str = "",
         of: dict[str, Any] | None = None,
+        width: int = 16,
+        layers: int = 2,
         **options: Any,
     ) -> dict[str, Any]:
-        """A new training and checkpointer of this rank; ``layout``: see :mod:`tests.ranks.layouts`, ``odd``: see
-        :mod:`tests.ranks.odd`; ``of``: what they are told."""
-        if layout == "rows":
-            from tests.ranks.layouts import RowsTraining
+        """A new training and checkpointer of this rank. ``kind``: see :mod:`tests.ranks.models`; ``layout``: see
+        :mod:`tests.ranks.layouts`; ``odd``: see :mod:`tests.ranks.odd`; ``of``: what these are told; ``node``: what its
+        machine is called."""
+        os.environ["CKPTD_NODE"] = node
+        if kind:
+            from tests.ranks.models import ParallelTraining
 
-            self.training = RowsTraining(**(of or {}))
+            self.training = ParallelTraining(kind, width=width, layers=layers)
         elif layout:
-            from tests.ranks.layouts import LayoutTraining
+            from tests.ranks.layouts import training
 
-            self.training = LayoutTraining(layout, **(of or {}))
+            self.training = training(layout, **(of or {}))
         elif odd:
             from tests.ranks.odd import OddTraining
 
             self.training = OddTraining(odd, rank, world, **(of or {}))
         else:
-            self.training = Training(width=16, layers=2, seed=rank)
+            self.training = Training(width=width, layers=layers, seed=rank)
         self.saves = {}
         options.setdefault("keep", 50)
         options["keep"] = Keep(last=options["keep"])
@@ -110,7 +125,7 @@ class Worker:
         return {**answer, "counts": counts}
 
     def weights(self) -> list[str]:
-        if not isinstance(self.training, Training):
+        if hasattr(self.training, "values"):
             return []
         return [parameter.sum().item().hex() for parameter in self.training.model.parameters()]
 
@@ -142,6 +157,9 @@ class Worker:
 
     def shift(self, field: str) -> dict[str, Any]:
         """Change the optimizer's state of the last parameter, so that it is another one than on other ranks."""
+        from tests.ranks.odd import OddTraining
+
+        assert isinstance(self.training, OddTraining)
         optimizer = self.training.optimizer
         optimizer.state[optimizer.param_groups[0]["params"][-1]][field] += 1
         return {}
@@ -150,12 +168,28 @@ class Worker:
         """A digest of all that the training consists of, whole, and of this rank's generators."""
         from tests.ranks.layouts import generators
 
-        assert not isinstance(self.training, Training)
-        return {"values": self.training.values(), "generators": generators()}
+        training: Any = self.training
+        return {"values": training.values(), "generators": generators()}
+
+    def save_alone(self, step: int) -> dict[str, Any]:
+        """A save without a training step, and how many collectives it took."""
+        assert self.ckpt is not None
+        before = collectives()
+        self.saves[step] = self.ckpt.save(step)
+        self.saves[step].wait("sealed", timeout=60)
+        return {"collectives": sum(collectives()) - sum(before)}
+
+    def whole(self, path: str) -> dict[str, Any]:
+        """Every tensor as torch gathers it, written to a file by rank 0."""
+        training: Any = self.training
+        found = training.whole()
+        if dist.get_rank() == 0:
+            torch.save(found, path)
+        return {}
 
     def wait(self, step: int, stage: str = "committed") -> dict[str, Any]:
         self.saves[step].wait(stage, timeout=60)  # type: ignore[arg-type]
-        return {"state": self.saves[step].state}
+        return {"state": self.saves[step].state, "overlapped_bytes": self.saves[step].stats.overlapped_bytes}
 
     def close(self) -> dict[str, Any]:
         if self.ckpt is not None:
@@ -170,6 +204,7 @@ def _described(restored: Restored) -> dict[str, Any]:
         "step": restored.step,
         "source": restored.source,
         "generation": restored.generation,
+        "tier": restored.tier,
         "decision": restored.decision,
         "notices": list(report.notices),
         "loaded": list(report.loaded),

@@ -24,6 +24,7 @@ from ckptd.wire.messages import (
     Message,
     Outgoing,
     Refused,
+    TierOfRun,
     as_error,
     decode_incoming,
     decode_outgoing,
@@ -171,12 +172,10 @@ def test_a_message_over_the_limit_is_not_sent() -> None:
 def test_what_json_cannot_carry_is_a_protocol_error_without_its_value(value: object) -> None:
     hello = Hello(
         protocol=1,
-        urls=(),
+        tiers=(TierOfRun(url="", storage_options={"secret": "hunter2", "more": value}),),
         rank=0,
         world=1,
         launch="",
-        keep={},
-        storage_options={"secret": "hunter2", "more": value},
     )
     with pytest.raises(ProtocolError) as caught:
         encode(hello)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from ckptd.errors import ConfigError
 from ckptd.limits import KIB, MIB
 from ckptd.storage import Backend, ObjectInfo, Source
-from ckptd_backends.sources import byte_view, parts_of, source_of
+from ckptd_backends.sources import Part, byte_view, parts_of, source_of, stored
 from ckptd_backends.wrappers.base import Wrapper
 
 GRANULE_SECONDS = 0.25
@@ -51,6 +51,9 @@ class _Paced:
 
     async def complete(self) -> None:
         await self._inner.complete()
+
+    def stored(self, start: int, stop: int) -> None:
+        stored(self._inner, Part(start, stop))
 
 
 class Limited(Wrapper):

@@ -14,8 +14,26 @@ What is kept, beyond what is obvious:
 from __future__ import annotations
 
 from ckptd_client.capture.codecs import SavedTensor, register_codec
+from ckptd_client.capture.flat import FlatPartition, FlatSlice
+from ckptd_client.capture.holdings import Declared
 from ckptd_client.capture.leaves import Leaf, Structure
+from ckptd_client.capture.parts import Part
 from ckptd_client.capture.restore import Report
+from ckptd_client.capture.shares import Placement
 from ckptd_client.capture.state import Capture, Prepared, State
 
-__all__ = ["Capture", "Leaf", "Prepared", "Report", "SavedTensor", "State", "Structure", "register_codec"]
+__all__ = [
+    "Capture",
+    "Declared",
+    "FlatPartition",
+    "FlatSlice",
+    "Leaf",
+    "Part",
+    "Placement",
+    "Prepared",
+    "Report",
+    "SavedTensor",
+    "State",
+    "Structure",
+    "register_codec",
+]

@@ -173,9 +173,11 @@ def decode_tree(tree: bytes) -> dict[str, object]:
 
 def _overlaid(own: object, common: object) -> object:
     """What is in ``own``, and in its dicts what only ``common`` has."""
-    if not (isinstance(own, dict) and type(common) is type(cast("object", own))):
+    if not isinstance(own, dict):
         return own
     mine, others = cast("dict[Any, object]", own), cast("dict[Any, object]", common)
+    if type(others) is not type(mine):
+        return mine
     made = type(mine)()
     for key, value in mine.items():
         made[key] = _overlaid(value, others.get(key))

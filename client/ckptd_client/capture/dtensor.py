@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 from ckptd.errors import StateError
-from ckptd.format.records import Box, Span
+from ckptd.format.records import Box
 from ckptd_client.capture.parts import Part, bare, holds_nothing
 
 Run = tuple[int, int]
@@ -34,14 +35,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, local.wait() if hasattr(local, "wait") else local)  # wait: a collective in flight
 
 
-def part_of(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Box | None, Span | None]:
-    """The local tensor and where it lies in the global one; neither box nor span: all of it."""
-    if not is_distributed(tensor):
-        return tensor, None, None
-    part = distributed_part(name, cast(Any, tensor)._spec, local_of(tensor), Meshes())
-    return local_of(tensor), part.box, part.span
-
-
 def spec_of(tensor: torch.Tensor) -> Any | None:
     """How the tensor is distributed; ``None`` for one that is not. Data parallelism over tensor parallelism keeps the
     local tensors as parameters between two forwards, and notes at each what it is a part of."""
@@ -57,7 +50,7 @@ def distributed_part(name: str, spec: Any, held: torch.Tensor, meshes: Meshes, g
     mesh, placements, shape = spec.mesh, spec.placements, tuple(spec.shape)
     _refuse_unknown(name, placements)
     local = bare(held)
-    coordinate = mesh.get_coordinate()
+    coordinate = meshes.coordinate(mesh)
     if coordinate is None:
         return holds_nothing(local, shape)
     replicated = tuple(placement.is_replicate() for placement in placements)
@@ -180,27 +173,37 @@ class Meshes:
     """Which ranks are alike on a mesh, found out once for each kind of placement."""
 
     def __init__(self) -> None:
+        self._places: dict[Any, tuple[int, ...] | None] = {}
         self._known: dict[tuple[Any, tuple[bool, ...], tuple[int, ...]], tuple[int, ...]] = {}
+
+    def coordinate(self, mesh: Any) -> tuple[int, ...] | None:
+        """Where this rank is on the mesh; ``None`` outside."""
+        if mesh not in self._places:
+            self._places[mesh] = _place(mesh.mesh, dist.get_rank())
+        return self._places[mesh]
 
     def ranks(self, mesh: Any, free: tuple[bool, ...], group: tuple[int, ...] = ()) -> tuple[int, ...]:
         """The ranks that differ from this one in the free dimensions of the mesh only, ascending; and, of each of
         these, those that belong together with it as ``group`` does with this rank."""
         key = (mesh, free, group)
         if key not in self._known:
-            self._known[key] = _together(mesh, free, group)
+            coordinate = self.coordinate(mesh)
+            assert coordinate is not None
+            self._known[key] = _together(mesh, coordinate, free, group)
         return self._known[key]
 
     def everyone(self, mesh: Any, group: tuple[int, ...] = ()) -> tuple[int, ...]:
         """All ranks of a mesh; empty for a rank outside."""
-        if mesh.get_coordinate() is None:
+        if self.coordinate(mesh) is None:
             return ()
         return self.ranks(mesh, (True,) * mesh.ndim, group)
 
 
-def _together(mesh: Any, free: tuple[bool, ...], group: tuple[int, ...]) -> tuple[int, ...]:
-    coordinate = mesh.get_coordinate()
+def _together(
+    mesh: Any, coordinate: tuple[int, ...], free: tuple[bool, ...], group: tuple[int, ...]
+) -> tuple[int, ...]:
     ranks: torch.Tensor = mesh.mesh
-    own = int(ranks[tuple(coordinate)])
+    own = int(ranks[coordinate])
     alike = ranks[tuple(slice(None) if any_ else place for any_, place in zip(free, coordinate, strict=True))]
     found = sorted(int(rank) for rank in alike.flatten())
     if set(group) <= {own} or set(group) <= set(found):

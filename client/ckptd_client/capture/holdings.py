@@ -49,8 +49,15 @@ class Parameter:
     part: Part
     everyone: tuple[int, ...]
     """All ranks that have state of it; ``()`` where that is not known."""
+    partitioned: bool = False
+    """Only one rank has state of it, whoever has the parameter itself."""
     apart: bool = False
     """It is one of several in a flat one, and what these have in common is saved with each."""
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether each rank that has the parameter has state of it."""
+        return self.part.whole and not self.partitioned
 
 
 @dataclass
@@ -74,9 +81,10 @@ class Holdings:
         if known is not None:
             return _plain(tensor, known)
         parameter = self._parameter_of(name)
-        if parameter is not None:
-            return _state_part(tensor, parameter)
-        return _plain(tensor, Known(self._declared_ranks(name)))
+        part = _plain(tensor, Known()) if parameter is None else _state_part(tensor, parameter)
+        if part.replicas or not part.whole or (parameter is not None and not parameter.everywhere):
+            return part
+        return replace(part, replicas=self._declared_ranks(name))
 
     def parameter(self, name: str, tensor: torch.Tensor, flat: Flat | None = None) -> Parameter:
         """A parameter, whether or not it has state yet; or one of several in a flat one, the range ``flat`` of it."""
@@ -124,11 +132,14 @@ def _state_part(tensor: torch.Tensor, parameter: Parameter) -> Part:
     the parameter, where it is a mere number."""
     of, local = parameter.part, bare(tensor)
     shape = tuple(tensor.shape)
+    if parameter.partitioned:
+        return Part(local, shape, None, None, ())
     if of.whole:
         return Part(local, shape, None, None, of.replicas)
     if not tensor.dim():
         return Part(local, shape, None, None, parameter.everyone)
-    held = (of.span.stop - of.span.start,) if of.span is not None else tuple(of.local.shape)
-    if of.more or shape != held:
+    if of.span is not None and tensor.is_contiguous() and tensor.numel() == of.span.stop - of.span.start:
+        return replace(of, local=local.view(-1)) if tensor.numel() else holds_nothing(local, of.shape)
+    if of.span is not None or of.more or shape != tuple(of.local.shape):
         return Part(local, shape, None, None, ())
     return replace(of, local=local) if tensor.numel() else holds_nothing(local, of.shape)

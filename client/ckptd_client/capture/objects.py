@@ -20,8 +20,9 @@ class Reshapes(Protocol):
     """An object whose state is each rank's own, and that can take over the states of another number of ranks."""
 
     def reshape_state(self, states: Sequence[Any], *, rank: int, world: int) -> Any:
-        """What ``load_state_dict`` is to take on this rank. ``states``: what ``state_dict`` gave on each rank that
-        saved, in order of rank; plain values only. Raises :class:`ckptd.errors.MismatchError`."""
+        """What ``load_state_dict`` is to take on ``rank`` of ``world``. ``states``: what ``state_dict`` gave on each
+        rank that saved, in order of rank; plain values only. Changes nothing, and gives the same for the same. Raises
+        :class:`ckptd.errors.MismatchError` where it cannot be."""
         ...
 
 

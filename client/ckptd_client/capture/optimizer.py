@@ -46,7 +46,7 @@ class OptimizerSource(Source):
         """``partitioned``: other ranks keep the state of other parameters, whoever has the parameters themselves."""
         self.optimizer = optimizer
         self._path = path
-        self._partitioned = partitioned
+        self.partitioned = partitioned
         self._parameters: list[torch.Tensor] = []
         self._named_by: tuple[ParameterNames, FlatParameters] = ({}, {})
         self._keys: list[list[Key]] = []  # by group, what each parameter is called
@@ -107,9 +107,7 @@ class OptimizerSource(Source):
 
     def parents(self) -> Iterator[tuple[str, torch.Tensor, FlatSlice | None]]:
         """What belongs together: the name under which state stands, its parameter, and where in a flat parameter it
-        is. Valid after a walk; empty for state that does not share its parameter's fate."""
-        if self._partitioned:
-            return
+        is. Valid after a walk."""
         path = (*self._path, "state")
         for key, parameter, slices in zip(self._flat_keys, self._parameters, self._slices, strict=True):
             if not slices:

@@ -103,6 +103,7 @@ class State:
         self._leaves = Leaves(Placement(_rank() if rank is None else rank, world))
         self._names: ParameterNames = {}  # the same object as long as no parameter moved
         self._names_stand_for: list[tuple[ModuleSource | FlatSource, int]] = []
+        self._changes = 0  # how often anything has come to stand under another name
         self._flat_parameters: FlatParameters = {}
         self._known: dict[int, Known] = {}
         self._owned: set[int] = set()
@@ -183,6 +184,7 @@ class State:
         versions = [(source, source.version) for source in sources]
         if versions != self._names_stand_for:
             self._names_stand_for = versions
+            self._changes += 1
             self._names = _parameter_names(modules)
             self._flat_parameters = _flat_parameters(modules, partitions)
             self._known = {place: known for source in sources for place, known in source.known().items()}
@@ -192,11 +194,6 @@ class State:
         self._leaves.placement = placement
         self._leaves.forget()
 
-    def part_of(self, parameter: torch.Tensor) -> Part:
-        """What this rank holds of a parameter, whether or not it is in the state."""
-        self._refresh()
-        return Holdings(self._world, self._replicated, self._known).part("parameter", parameter)
-
     def _holdings(self) -> Holdings:
         """What is known of the tensors of the last walk."""
         found = Holdings(self._world, self._replicated, self._known)
@@ -204,7 +201,8 @@ class State:
         for _, source in self._sources.values():
             if isinstance(source, OptimizerSource):
                 for name, parameter, one in source.parents():
-                    parameters[name] = found.parameter(name, parameter, None if one is None else one.flat)
+                    known = found.parameter(name, parameter, None if one is None else one.flat)
+                    parameters[name] = replace(known, partitioned=source.partitioned)
         return replace(found, parameters=parameters)
 
     # Capture
@@ -224,7 +222,7 @@ class State:
             tops = [*tops, [RNG, self._rng.walk(walk)]]
         kept = self._leaves
         optimizers = [s for _, s in self._sources.values() if isinstance(s, OptimizerSource)]
-        context = (self._names, [(source, source.version) for source in optimizers])
+        context = (self._changes, [(source, source.version) for source in optimizers])
         kept.update(walk.names, walk.tensors, walk.fenced, context, self._holdings)
         return Capture(
             kept.leaves,
@@ -248,9 +246,13 @@ class State:
         random-number state cannot be used, :class:`FormatError` for a tree that is malformed, and what reading raises.
         """
         live = self.capture()
+        holdings = self._holdings()
+
+        def part_of(parameter: torch.Tensor) -> Part:
+            return holdings.part("parameter", parameter)
 
         def planned(saved: dict[str, object], contents: Contents) -> Restoring:
-            restoring = Restoring(contents, live.parts, live.aliases, self.part_of, selection, cast_)
+            restoring = Restoring(contents, live.parts, live.aliases, part_of, selection, cast_)
             self._plan(live, saved, restoring)
             return restoring
 

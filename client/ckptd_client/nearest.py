@@ -1,0 +1,110 @@
+"""Restoring over tiers: what there is in any of them, and each rank's way to the nearest one that has it sound."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from ckptd.checkpoint.run import Run
+from ckptd.checkpoint.selectors import Selector, choose
+from ckptd.checkpoint.tiers import TierRuns, open_tiers
+from ckptd.errors import CkptdError, FormatError, IntegrityError, NoCheckpoint, NotFound, ShortRead, StorageError
+from ckptd.format.keys import Version
+from ckptd_client.agreement import Agreement
+from ckptd_client.blocking import run_blocking
+from ckptd_client.roots import Root, visit_all
+
+T = TypeVar("T")
+
+UNPROVEN = (IntegrityError, FormatError, NotFound, NoCheckpoint, ShortRead)
+"""A tier says with these that it does not have a checkpoint, or not sound. Any other :class:`StorageError` says that it
+cannot tell."""
+
+_log = logging.getLogger(__name__)
+
+
+async def run_in(roots: Sequence[Root]) -> str:
+    """The id of the run that lies in the tiers now; empty where there is none."""
+    async with visit_all(roots) as backends:
+        try:
+            return (await open_tiers(backends)).id
+        except NoCheckpoint:
+            return ""
+
+
+async def candidates(roots: Sequence[Root], step: Selector, in_memory: Sequence[Version]) -> list[Version]:
+    """Versions in the order in which to try them, over all tiers that rank 0 sees: what it does not see, not all ranks
+    can have. ``in_memory``: what all ranks hold sealed is as good as committed, as its daemons are about to.
+
+    Raises the error of a tier that cannot tell, unless nobody but this launch can have gone on there.
+    """
+    async with visit_all(roots) as backends:
+        try:
+            tiers = await open_tiers(backends)
+        except NoCheckpoint:
+            return []
+        line = await tiers.line(also=in_memory)
+        committed = {*await tiers.committed(), *in_memory}
+        if not in_memory:
+            await refuse_stale(tiers, roots[0].launch)
+    return line if step == "latest" else [choose(step, line, sorted(committed))]
+
+
+async def refuse_stale(tiers: TierRuns, launch: str) -> None:
+    """Raise the error of a tier that does not answer, where somebody else may have gone on there meanwhile: what the
+    other tiers hold may be old."""
+    if not tiers.silent or await tiers.latest_is_ours(launch):
+        return
+    url, error = next(iter(tiers.silent.items()))
+    raise type(error)(
+        error.message, hint=f"{url} may hold newer checkpoints: wait until it answers, or leave this tier out"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Found(Generic[T]):
+    """What a rank has read, and where."""
+
+    value: T
+    root: Root
+    passed_over: tuple[str, ...]
+    """Nearer tiers, and why they did not do."""
+
+
+def from_nearest(roots: Sequence[Root], read: Callable[[Root], T]) -> Found[T]:
+    """``read`` from the nearest tier that can give it. Raises what it raised for other reasons than the tier; where no
+    tier can, the error of one that cannot tell, else of one that holds damage, else the nearest one's."""
+    failures: list[CkptdError] = []
+    passed_over: list[str] = []
+    for root in roots:
+        try:
+            return Found(read(root), root, tuple(passed_over))
+        except (StorageError, *UNPROVEN) as error:
+            failures.append(error)
+            passed_over.append(f"{root.url} was passed over: {error.message}")
+            if len(roots) > 1:
+                _log.warning("%s", passed_over[-1])
+    cannot_tell = [failure for failure in failures if not isinstance(failure, UNPROVEN)]
+    damaged = [failure for failure in failures if isinstance(failure, IntegrityError | FormatError)]
+    raise [*cannot_tell, *damaged, *failures][0]
+
+
+def mark_verified(agreement: Agreement, roots: Sequence[Root], read_from: Root | None, version: Version) -> None:
+    """All ranks have read and verified it; where all read from one tier, retention there counts it as restorable.
+    Called on all ranks; ``read_from`` is ``None`` where it came from memory."""
+    number = -1 if read_from is None else list(roots).index(read_from)
+    numbers = [number] if len(roots) == 1 else agreement.decide("read-from", number, lambda numbers: numbers)
+    if read_from is None or set(numbers) != {number} or (read_from.shared and agreement.rank != 0):
+        return
+    with contextlib.suppress(CkptdError):  # a store that is read-only to us restores all the same
+        run_blocking(_mark(read_from, version))
+
+
+async def _mark(root: Root, version: Version) -> None:
+    async with root.visit() as backend:
+        run = await Run.open(backend)
+        if not any(mark.mark == "verified" for mark in await run.marks(version)):
+            await run.add_mark(version, "verified", by=root.holder, reason="restored by all ranks")
