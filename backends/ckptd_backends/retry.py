@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from ckptd.errors import CkptdError, first_line
+from ckptd.jitter import jittered_seconds
 
 T = TypeVar("T")
-
-_DICE = random.SystemRandom()
-"""Of our own: the trainer's random numbers are part of its state."""
 log = logging.getLogger("ckptd.storage")
 
 
@@ -59,7 +56,7 @@ async def retried(
         try:
             return await call(number)
         except Exception as error:
-            delay = _DICE.uniform(0.0, policy.longest_delay_seconds(number))
+            delay = jittered_seconds(policy.longest_delay_seconds(number))
             late = time.monotonic() + delay > began + policy.deadline_seconds
             if not retry_on(error) or number >= policy.attempts_max or late:
                 raise

@@ -14,11 +14,12 @@ from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
-from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
+from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_delay
 
 from ckptd.errors import AlreadyExists, ConfigError, DeadlineExceeded, NotFound, first_line, from_fields, to_fields
 from ckptd.format.digests import hex_digest
 from ckptd.format.keys import AGREEMENT
+from ckptd.jitter import backoff_seconds
 from ckptd.limits import AGREEMENT_SECONDS, SMALL_RECORD_BYTES_MAX
 from ckptd_client.blocking import run_blocking
 from ckptd_client.roots import Root
@@ -111,7 +112,7 @@ class StorageStore:
             for attempt in Retrying(
                 retry=retry_if_exception_type(NotFound),
                 stop=stop_after_delay(deadline_seconds),
-                wait=wait_exponential_jitter(initial=0.02, max=0.5, jitter=0.05),
+                wait=lambda state: backoff_seconds(state.attempt_number, 0.05, 0.5),
             ):
                 with attempt:
                     return self._read(key)

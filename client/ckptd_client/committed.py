@@ -22,7 +22,7 @@ from ckptd.format.keys import Version
 from ckptd.format.records import IndexPiece, TensorEntry
 from ckptd.storage import Backend, Limits, open_backend, with_standard_wrappers
 from ckptd_client.blocking import BlockingLoop
-from ckptd_client.capture.stored import Described, Ranks, Wanted
+from ckptd_client.capture.stored import Described, InCommon, Ranks, Wanted
 from ckptd_client.gather import Scratch, gather
 from ckptd_client.roots import Root
 
@@ -100,6 +100,11 @@ class CommittedCheckpoint:
         if seen is not None and seen.per_rank:
             return Described(name, seen.dtype, seen.shape)
         return self._world.get(name)
+
+    def in_common(self) -> InCommon:
+        """See :class:`ckptd_client.capture.stored.Stored`."""
+        common = self._loop.run(self._opened().common())
+        return InCommon(bytes(common.tree), common.aliases)
 
     def of_each_rank(self, part: str) -> Sequence[Any] | None:
         """See :class:`ckptd_client.capture.stored.Stored`."""

@@ -24,7 +24,7 @@ from ckptd.limits import BLOCK_BYTES_MAX, RECEIPT_BYTES_MAX
 from ckptd.wire.messages import SnapshotOffer
 from ckptd_client.blocking import run_blocking
 from ckptd_client.capture.nodes import node_at
-from ckptd_client.capture.stored import Described, Ranks, Wanted
+from ckptd_client.capture.stored import Described, InCommon, Ranks, Wanted
 from ckptd_client.gather import FromMemory, Scratch, gather
 from ckptd_client.roots import Root
 
@@ -106,22 +106,29 @@ class HeldCheckpoint:
         self._held = held
         self._root = root
         self._scratch = scratch
-        needed = [rank] if self.ranks.same else list(range(first.world))
-        if lacking := [one for one in needed if one not in held]:
-            raise IntegrityError(f"the snapshot of rank {lacking[0]} is not in this node's memory")
+        self.aliases: Mapping[str, str]
         if self.ranks.same:
-            self.tree = bytes(held[rank].snapshot.tree)
-            self.aliases: Mapping[str, str] = held[rank].layout.aliases
+            own = self._of([rank])[0]
+            self.tree, self.aliases = bytes(own.snapshot.tree), own.layout.aliases
         else:
-            merge = Merge()
-            for one in needed:
-                merge.add(held[one].snapshot.tree, held[one].layout.aliases)
-            self.tree = bytes(merge.tree)
-            self.aliases = merge.aliases({e.name: e for one in needed for e in held[one].layout.tensors})
+            self.tree, self.aliases = self.in_common()
         self._entries: dict[str, dict[int, TensorEntry]] = defaultdict(dict)
         for one, snapshot in held.items():
             for entry in snapshot.layout.tensors:
                 self._entries[entry.name][one] = entry
+
+    def _of(self, ranks: Sequence[int]) -> list[HeldSnapshot]:
+        if lacking := [one for one in ranks if one not in self._held]:
+            raise IntegrityError(f"the snapshot of rank {lacking[0]} is not in this node's memory")
+        return [self._held[one] for one in ranks]
+
+    def in_common(self) -> InCommon:
+        """See :class:`Stored`. Raises :class:`IntegrityError` where not all ranks' snapshots are here."""
+        merge, names = Merge(), dict[str, None]()
+        for one in self._of(range(self.ranks.saved_world)):
+            merge.add(one.snapshot.tree, one.layout.aliases)
+            names |= dict.fromkeys(entry.name for entry in one.layout.tensors)
+        return InCommon(bytes(merge.tree), merge.aliases(names))
 
     def describe(self, name: str) -> Described | None:
         """See :class:`Stored`."""

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay
 
 from ckptd.errors import CkptdError, DaemonError, DeadlineExceeded
+from ckptd.jitter import backoff_seconds
 from ckptd.limits import CONNECT_SECONDS
 from ckptd.wire import channel, messages
 from ckptd.wire.messages import ArenaGranted, Committed, Durable, Failed, Hello, Message, Outgoing, Refused, Request
@@ -219,7 +220,7 @@ class DaemonLink:
             for attempt in Retrying(
                 retry=retry_if_exception_type((FileNotFoundError, ConnectionError)),
                 stop=stop_after_delay(seconds),
-                wait=wait_random_exponential(multiplier=0.02, max=0.5),
+                wait=lambda state: backoff_seconds(state.attempt_number, 0.02, 0.5),
                 reraise=True,
             ):
                 with attempt:

@@ -8,13 +8,17 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from ckptd.errors import MismatchError, StateError
-from tests.client.roundtrip import assert_same, bits, restore, save, seed_all
+from ckptd.errors import MismatchError, StateError, Unavailable
+from ckptd.format.common_tree import Merge
+from ckptd.jitter import backoff_seconds
+from ckptd_backends.retry import RetryPolicy, retried
+from tests.client.roundtrip import Stored, assert_same, bits, restore, save, seed_all
 
 
 class Training:
@@ -97,6 +101,64 @@ def test_r31_random_numbers_that_cannot_be_restored_are_an_error(generator: str)
 def test_r31_a_checkpoint_without_random_numbers_is_an_error() -> None:
     with pytest.raises(MismatchError, match="missing from the checkpoint: rng"):
         restore(save({"n": 1}), {"n": 0}, rng=True)
+
+
+def own_generators(rank: int) -> Stored:
+    """A rank that draws from streams of its own."""
+    seed_all(1000 + rank)
+    return save({"n": 1}, rng=True, rank=rank, world=4)
+
+
+def drawn() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), torch.rand(()).item()
+
+
+@pytest.mark.parametrize("world", [2, 6])
+def test_r32_another_number_of_ranks_draws_from_new_streams_and_says_so(world: int) -> None:
+    """The same at every restore; other ones on every rank, and none that any rank had."""
+    ranks, merge = [own_generators(rank) for rank in range(4)], Merge()
+    known: set[float] = set()
+    for rank in range(4):
+        restore(ranks[rank], {"n": 0}, rng=True, rank=rank, world=4)
+        known.update(drawn())
+    for one in ranks:
+        merge.add(msgspec.Raw(one.tree), one.layout.aliases)
+    common = dataclasses.replace(ranks[0], tree=bytes(merge.tree))
+    for rank in range(world):
+        mine: list[tuple[float, ...]] = []
+        for seed in (1, 2):
+            seed_all(seed)
+            report = restore(common, {"n": 0}, rng=True, rank=rank, world=world, saved_world=4).report
+            assert any(f"saved by 4 ranks and restored by {world}" in notice for notice in report.notices)
+            mine.append(drawn())
+        assert mine[0] == mine[1]
+        assert not known & set(mine[0])
+        known.update(mine[0])
+    assert len(known) == 3 * (4 + world)
+
+
+def test_r32_what_all_ranks_drew_alike_goes_on() -> None:
+    seed_all(5)
+    stored = save({"n": 1}, rng=True, world=4)
+    expected = drawn()
+    seed_all(6)
+    report = restore(stored, {"n": 0}, rng=True, world=2, saved_world=4).report
+    assert not report.notices
+    assert drawn() == expected
+
+
+async def test_waiting_for_storage_draws_nothing_from_the_trainings_generator() -> None:
+    before = random.getstate()
+
+    async def fail(number: int) -> int:
+        if number < 4:
+            raise Unavailable("busy")
+        return number
+
+    policy = RetryPolicy(delay_seconds=0.001)
+    assert await retried(policy, "x", fail) == 4
+    assert backoff_seconds(1, 1.0, 1.0) <= 1.0
+    assert random.getstate() == before
 
 
 def test_r33_generator_states_return_in_the_containers_their_setters_want() -> None:

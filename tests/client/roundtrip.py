@@ -19,7 +19,7 @@ from ckptd.format.shard import StoredPiece, lay_out
 from ckptd.limits import BLOCK_BYTES_MAX
 from ckptd_client.blocking import run_blocking
 from ckptd_client.capture import Capture, Prepared, State
-from ckptd_client.capture.stored import Described, Ranks, Wanted
+from ckptd_client.capture.stored import Described, InCommon, Ranks, Wanted
 from ckptd_client.gather import FromMemory, gather
 
 
@@ -83,6 +83,9 @@ class Reread:
         memory = {0: self._shard}
         return run_blocking(gather(wants, memory, FromMemory(memory), {0: BLOCK_BYTES_MAX}, lambda _: None))
 
+    def in_common(self) -> InCommon:
+        return InCommon(self.tree, self.aliases)
+
     def of_each_rank(self, part: str) -> None:
         return None
 
@@ -133,9 +136,10 @@ def prepare(
     rng: bool = False,
     rank: int = 0,
     world: int = 1,
+    saved_world: int = 0,
 ) -> Prepared:
     live = State(state, world=world, rng=rng, rank=rank)
-    return live.prepare(Reread(stored, Ranks(rank, world, world)), strict=strict)
+    return live.prepare(Reread(stored, Ranks(rank, world, saved_world or world)), strict=strict)
 
 
 def restore(
@@ -146,9 +150,10 @@ def restore(
     rng: bool = False,
     rank: int = 0,
     world: int = 1,
+    saved_world: int = 0,
 ) -> Prepared:
-    """Prepare and apply."""
-    prepared = prepare(stored, state, strict=strict, rng=rng, rank=rank, world=world)
+    """Prepare and apply. ``saved_world``: the ranks that saved, where they were as many as ``world`` if not given."""
+    prepared = prepare(stored, state, strict=strict, rng=rng, rank=rank, world=world, saved_world=saved_world)
     prepared.apply()
     return prepared
 

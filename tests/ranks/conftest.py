@@ -137,15 +137,30 @@ class Ranks:
         return answers
 
 
-@pytest.fixture(scope="session")
-def workers(private_folders: Path) -> Iterator[list[Rank]]:
-    """Four of them; started when first asked."""
-    found = [Rank() for _ in range(4)]
+_workers = [Rank() for _ in range(4)]
+_others = [Rank() for _ in range(4)]
+
+
+def _running(found: list[Rank]) -> Iterator[list[Rank]]:
     for rank in found:
         rank.start()
     yield found
     for rank in found:
         rank.kill()
+
+
+@pytest.fixture(scope="session")
+def workers(private_folders: Path) -> Iterator[list[Rank]]:
+    """Four of them; started when first asked, and the same in every folder of tests."""
+    yield from _running(_workers)
+
+
+@pytest.fixture(scope="session")
+def others(private_folders: Path) -> Iterator[Ranks]:
+    """A world of other processes, for what is to be restored while those that saved it live."""
+    found = Ranks(_others)
+    for _ in _running(_others):
+        yield found
 
 
 @pytest.fixture

@@ -14,11 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ckptd.storage import Backend
 from ckptd_client import Checkpointer, Keep, Save, supply
+from ckptd_client.restore import Restored
 from tests.client.conftest import Training
 
 if TYPE_CHECKING:
+    from tests.ranks.layouts import LayoutTraining, RowsTraining
     from tests.ranks.models import ParallelTraining
+    from tests.ranks.odd import OddTraining
+
+    Digested = LayoutTraining | RowsTraining | OddTraining
 
 IDLE_SECONDS = supply.IDLE_SECONDS
 
@@ -33,7 +39,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.ckpt: Checkpointer | None = None
-        self.training: Training | ParallelTraining = Training(width=16, layers=2)
+        self.training: Training | ParallelTraining | Digested = Training(width=16, layers=2)
         self.saves: dict[int, Save] = {}
 
     def group(self, store: str, rank: int, world: int) -> dict[str, Any]:
@@ -59,21 +65,33 @@ class Worker:
         socket: str,
         node: str = "",
         kind: str = "",
+        layout: str = "",
+        odd: str = "",
+        of: dict[str, Any] | None = None,
         width: int = 16,
         layers: int = 2,
         seed: int | None = None,
         idle_seconds: float = IDLE_SECONDS,
         **options: Any,
     ) -> dict[str, Any]:
-        """A new training and checkpointer of this rank. ``kind``: see :mod:`tests.ranks.models`; with a ``seed`` all
-        ranks train the very same. ``node``: what its machine is called. ``idle_seconds``: how long a restore waits for
-        saves in flight."""
+        """A new training and checkpointer of this rank. ``kind``: see :mod:`tests.ranks.models`; ``layout``: see
+        :mod:`tests.ranks.layouts`; ``odd``: see :mod:`tests.ranks.odd`; ``of``: what these are told; with a ``seed``
+        all ranks train the very same. ``node``: what its machine is called. ``idle_seconds``: how long a restore waits
+        for saves in flight."""
         os.environ["CKPTD_NODE"] = node
         supply.IDLE_SECONDS = idle_seconds
         if kind:
             from tests.ranks.models import ParallelTraining
 
             self.training = ParallelTraining(kind, width=width, layers=layers)
+        elif layout:
+            from tests.ranks.layouts import training
+
+            self.training = training(layout, **(of or {}))
+        elif odd:
+            from tests.ranks.odd import OddTraining
+
+            self.training = OddTraining(odd, rank, world, **(of or {}))
         else:
             self.training = Training(width=width, layers=layers, seed=rank if seed is None else seed)
         self.saves = {}
@@ -86,18 +104,35 @@ class Worker:
 
     def restore(self, **options: Any) -> dict[str, Any]:
         assert self.ckpt is not None
-        restored = self.ckpt.restore(**options)
-        return {
-            "step": restored.step,
-            "source": restored.source,
-            "generation": restored.generation,
-            "tier": restored.tier,
-            "decision": restored.decision,
-            "notices": list(restored.report.notices),
-            "weights": self.weights(),
-        }
+        return {**_described(self.ckpt.restore(**options)), "weights": self.weights()}
+
+    def restore_counted(self) -> dict[str, Any]:
+        """A restore, and what it asked of the backend: by operation, calls and bytes."""
+        from ckptd_backends.wrappers import Traced
+
+        backends: list[Traced] = []
+        begin = Traced.__init__
+
+        def noted(traced: Traced, inner: Backend) -> None:
+            begin(traced, inner)
+            backends.append(traced)
+
+        Traced.__init__ = noted  # type: ignore[method-assign]
+        try:
+            answer = self.restore()
+        finally:
+            Traced.__init__ = begin  # type: ignore[method-assign]
+        counts: dict[str, list[int]] = {}
+        for traced in backends:
+            for operation, count in traced.counts.items():
+                sums = counts.setdefault(operation, [0, 0])
+                sums[0] += count.calls
+                sums[1] += count.size_bytes
+        return {**answer, "counts": counts}
 
     def weights(self) -> list[str]:
+        if hasattr(self.training, "values"):
+            return []
         return [parameter.sum().item().hex() for parameter in self.training.model.parameters()]
 
     def train(self, step: int) -> dict[str, Any]:
@@ -116,6 +151,32 @@ class Worker:
         self.saves[step] = self.ckpt.save(step)
         return {"weights": self.weights()}
 
+    def save_as_it_is(self, step: int) -> dict[str, Any]:
+        """A save without a training step, and its end."""
+        assert self.ckpt is not None
+        self.saves[step] = self.ckpt.save(step)
+        return self.wait(step)
+
+    def run(self, steps: int = 1) -> dict[str, Any]:
+        """Training steps without a checkpoint."""
+        return {"losses": [self.training.step().hex() for _ in range(steps)]}
+
+    def shift(self, field: str) -> dict[str, Any]:
+        """Change the optimizer's state of the last parameter, so that it is another one than on other ranks."""
+        from tests.ranks.odd import OddTraining
+
+        assert isinstance(self.training, OddTraining)
+        optimizer = self.training.optimizer
+        optimizer.state[optimizer.param_groups[0]["params"][-1]][field] += 1
+        return {}
+
+    def values(self) -> dict[str, Any]:
+        """A digest of all that the training consists of, whole, and of this rank's generators."""
+        from tests.ranks.layouts import generators
+
+        training: Any = self.training
+        return {"values": training.values(), "generators": generators()}
+
     def save_alone(self, step: int) -> dict[str, Any]:
         """A save without a training step, and how many collectives it took."""
         assert self.ckpt is not None
@@ -124,14 +185,10 @@ class Worker:
         self.saves[step].wait("sealed", timeout=60)
         return {"collectives": sum(collectives()) - sum(before)}
 
-    def run(self) -> dict[str, Any]:
-        """A training step without a checkpoint."""
-        return {"loss": self.training.step()}
-
     def whole(self, path: str) -> dict[str, Any]:
         """Every tensor as torch gathers it, written to a file by rank 0."""
-        assert not isinstance(self.training, Training)
-        found = self.training.whole()
+        training: Any = self.training
+        found = training.whole()
         if dist.get_rank() == 0:
             torch.save(found, path)
         return {}
@@ -145,6 +202,22 @@ class Worker:
             ckpt, self.ckpt = self.ckpt, None
             ckpt.close(60)
         return {}
+
+
+def _described(restored: Restored) -> dict[str, Any]:
+    report = restored.report
+    return {
+        "step": restored.step,
+        "source": restored.source,
+        "generation": restored.generation,
+        "tier": restored.tier,
+        "decision": restored.decision,
+        "notices": list(report.notices),
+        "loaded": list(report.loaded),
+        "missing": list(report.missing),
+        "unexpected": list(report.unexpected),
+        "skipped": dict(report.skipped),
+    }
 
 
 def main() -> None:

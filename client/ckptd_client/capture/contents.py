@@ -11,6 +11,7 @@ import torch
 from ckptd.checkpoint.regions import region
 from ckptd.errors import CkptdError, FormatError, MismatchError, StateError, UsageError, first_line
 from ckptd.format.records import Box, Span
+from ckptd.format.tree import decode_json
 from ckptd_client.capture.codecs import (
     PerRank,
     SavedArray,
@@ -33,6 +34,7 @@ class Contents:
         self._stored = stored
         self.ranks = stored.ranks
         self.aliases: Mapping[str, str] = stored.aliases
+        self._all_own = stored.ranks.same  # whether all that there is was this rank's
         self._wanted: dict[Wanted, int] = {}
         self._read: list[torch.Tensor] | None = None
         self._made: dict[tuple[str, torch.device], torch.Tensor] = {}
@@ -50,13 +52,24 @@ class Contents:
             raise FormatError(f"{saved.name}: the state tree names a tensor that the layout does not have")
         return found
 
+    def widen(self) -> dict[str, object]:
+        """What the ranks that saved have in common, for a rank that has something which it did not save: decoded, with
+        this rank's own in it wherever it had any."""
+        tree, aliases = self._stored.in_common()
+        self._all_own = False
+        self.aliases = {**aliases, **self.aliases}
+        return cast("dict[str, object]", _overlaid(decode_tree(self._stored.tree), decode_tree(tree)))
+
+    def _and_now(self) -> str:
+        return "and this one had none" if self.ranks.same else f"and there are {self.ranks.world} now"
+
     def missing_here(self, saved: object) -> str | None:
         """Why a value cannot be made on this rank: some of it was each rank's own. ``None`` where it can."""
-        if self.ranks.same:
+        if self._all_own:
             return None
         for leaf in _leaves(saved):
             if isinstance(leaf, PerRank) or (isinstance(leaf, SavedTensor) and self.find(leaf.name) is None):
-                return f"each of {self.ranks.saved_world} ranks had its own value, and there are {self.ranks.world} now"
+                return f"each of {self.ranks.saved_world} ranks had its own value, {self._and_now()}"
         return None
 
     def of_each_rank(self, part: str) -> list[Any] | None:
@@ -145,6 +158,33 @@ class Contents:
         if (name, device) not in self._made:
             self._made[name, device] = self.whole(saved).to(device, copy=True)
         return self._made[name, device]
+
+
+def decode_tree(tree: bytes) -> dict[str, object]:
+    """The parts of a state tree, tensors by reference. Raises :class:`FormatError`."""
+    try:
+        saved = decode_value(decode_json(tree))
+    except RecursionError:
+        raise FormatError("state tree nested too deep") from None
+    if not isinstance(saved, dict) or not all(isinstance(name, str) for name in cast("dict[object, object]", saved)):
+        raise FormatError("the state tree is not a dict of parts")
+    return cast("dict[str, object]", saved)
+
+
+def _overlaid(own: object, common: object) -> object:
+    """What is in ``own``, and in its dicts what only ``common`` has."""
+    if not isinstance(own, dict):
+        return own
+    mine, others = cast("dict[Any, object]", own), cast("dict[Any, object]", common)
+    if type(others) is not type(mine):
+        return mine
+    made = type(mine)()
+    for key, value in mine.items():
+        made[key] = _overlaid(value, others.get(key))
+    for key, value in others.items():
+        if key not in mine:
+            made[key] = value
+    return made
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -161,7 +161,8 @@ class OptimizerSource(Source):
         return found
 
     def prepare(self, saved: object, restoring: Restoring) -> None:
-        OptimizerRestore(self.optimizer, self._path, self._keys, self._slices, restoring).prepare(saved)
+        names = self._named_by[0]
+        OptimizerRestore(self.optimizer, self._path, self._keys, self._slices, names, restoring).prepare(saved)
 
 
 def _own_keys(number: int, group: dict[str, Any], names: ParameterNames) -> list[Key]:

@@ -15,7 +15,9 @@ from ckptd_client.capture.codecs import SavedTensor
 from ckptd_client.capture.contents import CPU
 from ckptd_client.capture.dtensor import local_of
 from ckptd_client.capture.flat import FlatSlice
+from ckptd_client.capture.optimizer_ties import Live, SavedStates
 from ckptd_client.capture.parts import Part
+from ckptd_client.capture.walk import ParameterNames
 from ckptd_client.dtypes import dtype_name, torch_dtype
 
 if TYPE_CHECKING:
@@ -35,10 +37,12 @@ class OptimizerRestore:
         path: Path,
         keys: list[list[Key]],
         slices: list[tuple[tuple[Key, FlatSlice], ...]],
+        names: ParameterNames,
         restoring: Restoring,
     ) -> None:
         """``keys``: by group, what each parameter is called. ``slices``: by parameter, of all groups one behind the
-        other, what a flat one consists of."""
+        other, what a flat one consists of. ``names``: of the parameters in their modules."""
+        self._names = names
         self._optimizer = optimizer
         self._path = path
         self._restoring = restoring
@@ -53,6 +57,11 @@ class OptimizerRestore:
         found = self._parameters[number]
         return [key for _, own, slices in found for key in ([name for name, _ in slices] or [own])]
 
+    def _live(self) -> Live:
+        """The parameters of modules that are not in flat ones."""
+        everything = [(parameter, key) for group in self._parameters for parameter, key, slices in group if not slices]
+        return {key: (p, *self._names[id(p)]) for p, key in everything if id(p) in self._names}
+
     def prepare(self, saved: object) -> None:
         """Check and plan. Notes names that are on one side only, groups that are cut otherwise, shapes that differ."""
         members = cast("dict[str, Any]", saved) if isinstance(saved, dict) else {}
@@ -62,6 +71,8 @@ class OptimizerRestore:
             return
         of_group = cast("dict[Key, int]", members.get("members") or {})
         entries = cast("dict[Key, Entry]", state)
+        named = SavedStates(of_group, entries).named_as(self._live(), (*self._path, "state"), self._restoring)
+        of_group, entries = named.of_group, named.entries
         live = [key for number in range(len(self._parameters)) for key in self._keys(number)]
         common = set(self._restoring.common(live, of_group, (*self._path, "state")))
         for number, group in enumerate(self._optimizer.param_groups):

@@ -63,6 +63,8 @@ class Restoring:
     contents: Contents
     parts: Mapping[str, Part]
     """What this rank holds of each live tensor, by name."""
+    ties: Mapping[str, str]
+    """Further names of live tensors → the names under which these are saved."""
     part_of: Callable[[torch.Tensor], Part]
     """The same of a parameter."""
     selection: Selection = EVERYTHING
@@ -166,24 +168,28 @@ class Restoring:
         """Plan what must come after everything else."""
         self._last.append(act)
 
-    def compare_ties(self, live: Mapping[str, str], names: Iterable[str]) -> None:
-        """Plan to compare tied tensors, whose values in the checkpoint must be equal: ``live`` gives the aliases among
-        the live ``names``."""
-        contents = self.contents
+    def compare_ties(self, names: Iterable[str]) -> None:
+        """Plan to compare tied tensors, whose values in the checkpoint must be equal. ``names``: all live ones."""
+        contents, live = self.contents, self.ties
         for alias, name in live.items():
-            one, other = contents.find(alias), contents.find(name)
-            if one is None or other is None or one is other or not self.selection.takes(alias):
-                continue
-            pieces = self.parts[name].each() if (one.dtype, one.shape) == (other.dtype, self.parts[name].shape) else ()
-            wanted = [
-                (contents.want(SavedTensor(alias), part), contents.want(SavedTensor(name), part))
-                for part in (piece.box or piece.span for piece in pieces)
-            ]
-            self._ties.append((alias, name, wanted))
+            if self.selection.takes(alias):
+                self.compare(alias, name, self.parts[name])
         there = set(names)
         for alias, name in contents.aliases.items():
             if {alias, name} <= there and live.get(alias, alias) != live.get(name, name):
                 self.notices.append(f"{alias}: tied to {name} in the checkpoint and not here; both got its value")
+
+    def compare(self, alias: str, name: str, part: Part) -> None:
+        """Plan to compare what the checkpoint has under two names, as far as this rank holds it, which must be equal as
+        the live ones are tied."""
+        contents = self.contents
+        one, other = contents.find(alias), contents.find(name)
+        if one is None or other is None or one is other:
+            return
+        alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+        held = [piece.box or piece.span for piece in part.each()] if one.shape == part.shape else [None]
+        wanted = [(contents.want(SavedTensor(alias), piece), contents.want(SavedTensor(name), piece)) for piece in held]
+        self._ties.append((alias, name, wanted if alike else []))
 
     # The end
 

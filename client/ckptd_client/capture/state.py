@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from ckptd.errors import FormatError, StateError
+from ckptd.errors import StateError
 from ckptd.format.names import element, join, segment
-from ckptd.format.tree import Path, decode_json
+from ckptd.format.tree import Path
 from ckptd.limits import NAME_BYTES_MAX, TREE_DEPTH_MAX
-from ckptd_client.capture import codecs
-from ckptd_client.capture.contents import Contents
+from ckptd_client.capture.contents import Contents, decode_tree
 from ckptd_client.capture.flat import FlatPartition, FlatSlice, FlatSource
 from ckptd_client.capture.holdings import Declared, Holdings, Known, Parameter
 from ckptd_client.capture.leaves import Leaf, Leaves, Structure
@@ -247,20 +246,22 @@ class State:
         random-number state cannot be used, :class:`FormatError` for a tree that is malformed, and what reading raises.
         """
         live = self.capture()
-        saved = _decode(stored.tree)
         holdings = self._holdings()
-        restoring = Restoring(
-            Contents(stored), live.parts, lambda parameter: holdings.part("parameter", parameter), selection, cast_
-        )
-        restoring.missing += [name for name in live.tops if name not in saved and selection.takes(name)]
-        unexpected = [name for name in saved if name not in live.tops and selection.takes(name)]
-        if RNG in unexpected and self._rng is None:
-            unexpected.remove(RNG)
-            restoring.skip(RNG, "rng=False")
-        restoring.unexpected += unexpected
-        builds = self._plan_tops([name for name in live.tops if name in saved], saved, restoring)
-        self._plan_parts(builds, restoring)
-        restoring.compare_ties(live.aliases, [*(leaf.name for leaf in live.leaves), *live.aliases])
+
+        def part_of(parameter: torch.Tensor) -> Part:
+            return holdings.part("parameter", parameter)
+
+        def planned(saved: dict[str, object], contents: Contents) -> Restoring:
+            restoring = Restoring(contents, live.parts, live.aliases, part_of, selection, cast_)
+            self._plan(live, saved, restoring)
+            return restoring
+
+        saved = decode_tree(stored.tree)
+        restoring = planned(saved, Contents(stored))
+        if restoring.missing and stored.ranks.same and stored.ranks.world > 1:  # another rank may have saved it
+            contents = Contents(stored)
+            saved = contents.widen()
+            restoring = planned(saved, contents)
         restoring.check(strict=strict)
         restoring.fetch()
         restoring.check(strict=strict)  # of ties, the values had to be read first
@@ -270,6 +271,19 @@ class State:
             self._leaves.forget()  # what the live state let go of is not to be kept alive here
 
         return Prepared(restoring.report(), stored.ranks, saved, apply)
+
+    def _plan(self, live: Capture, saved: dict[str, object], restoring: Restoring) -> None:
+        """All that is to be done, with nothing read yet."""
+        selection = restoring.selection
+        restoring.missing += [name for name in live.tops if name not in saved and selection.takes(name)]
+        unexpected = [name for name in saved if name not in live.tops and selection.takes(name)]
+        if RNG in unexpected and self._rng is None:
+            unexpected.remove(RNG)
+            restoring.skip(RNG, "rng=False")
+        restoring.unexpected += unexpected
+        builds = self._plan_tops([name for name in live.tops if name in saved], saved, restoring)
+        self._plan_parts(builds, restoring)
+        restoring.compare_ties([*(leaf.name for leaf in live.leaves), *live.aliases])
 
     def _plan_tops(self, names: list[str], saved: dict[str, object], restoring: Restoring) -> dict[str, Build]:
         builds: dict[str, Build] = {}
@@ -353,14 +367,3 @@ def _flat_parameters(
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _decode(tree: bytes) -> dict[str, object]:
-    """The parts of a state tree, tensors by reference. Raises :class:`FormatError`."""
-    try:
-        saved = codecs.decode_value(decode_json(tree))
-    except RecursionError:
-        raise FormatError("state tree nested too deep") from None
-    if not isinstance(saved, dict) or not all(isinstance(name, str) for name in cast("dict[object, object]", saved)):
-        raise FormatError("the state tree is not a dict of parts")
-    return cast("dict[str, object]", saved)

@@ -27,6 +27,13 @@ class Wanted(NamedTuple):
     region: Region
 
 
+class InCommon(NamedTuple):
+    """Of the state trees of all ranks."""
+
+    tree: bytes
+    aliases: Mapping[str, str]
+
+
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """Who restores, and who saved."""
@@ -44,7 +51,7 @@ class Ranks:
 
 
 class Stored(Protocol):
-    """One checkpoint. Everything but :meth:`fetch` is in memory."""
+    """One checkpoint. Everything but :meth:`fetch` and :meth:`in_common` is in memory."""
 
     ranks: Ranks
     tree: bytes
@@ -55,6 +62,11 @@ class Stored(Protocol):
     def describe(self, name: str) -> Described | None:
         """The tensor stored under a name, ties not followed: the world's, or this rank's own. ``None`` where there is
         none, or each of another number of ranks had its own."""
+        ...
+
+    def in_common(self) -> InCommon:
+        """What all ranks that saved have in common, for a rank that now has something which it had not then. Blocking;
+        raises what reading raises."""
         ...
 
     def fetch(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
