@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +14,6 @@ from ckptd.limits import MIB
 from devtools.seaweedfs import S3Endpoint
 from tests.client.conftest import Daemon
 from tests.ranks.conftest import Rank, RankError, Ranks
-
-Start = Callable[..., Daemon]
 
 WORLDS = {"single": (1,), "ddp": (2, 3, 4), "fsdp2": (2, 3, 4), "tp": (2, 3, 4), "hsdp": (4,), "mesh2d": (4,)}
 SPREADS = [(layout, world) for layout, worlds in WORLDS.items() for world in worlds]
@@ -72,6 +70,15 @@ def check_restored(ranks: Ranks, before: Before, source: str, saved_world: int) 
 
 
 @pytest.fixture(scope="module")
+def elsewhere(private_folders: Path) -> Iterator[Daemon]:
+    """A daemon that no run was saved by, as on a machine that takes part for the first time."""
+    found = Daemon(private_folders / "elsewhere")
+    found.start()
+    yield found
+    found.kill()
+
+
+@pytest.fixture(scope="module")
 def runs(
     workers: list[Rank], daemon: Daemon, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, int], Before]:
@@ -86,10 +93,10 @@ def runs(
 
 @pytest.mark.parametrize("spread", SPREADS, ids=lambda spread: f"{spread[0]}{spread[1]}")
 def test_any_layout_is_restored_into_this_one(
-    ranks: Ranks, runs: dict[tuple[str, int], Before], own_daemon: Start, tmp_path: Path, spread: tuple[str, int]
+    ranks: Ranks, runs: dict[tuple[str, int], Before], elsewhere: Daemon, tmp_path: Path, spread: tuple[str, int]
 ) -> None:
     """From storage, by a daemon that has never heard of the run."""
-    socket = own_daemon().socket
+    socket = elsewhere.socket
     for number, (other, before) in enumerate(runs.items()):
         begin(ranks, tmp_path, socket, before.url, spread, of={"seed": 9, "lr": 0.9, "warm": bool(number % 2)})
         check_restored(ranks, before, "storage", other[1])
@@ -112,32 +119,30 @@ def test_any_layout_is_restored_from_memory(
 
 
 @pytest.mark.parametrize("spread", SPREADS, ids=lambda spread: f"{spread[0]}{spread[1]}")
-@pytest.mark.parametrize("source", ["memory", "storage"])
 def test_training_goes_on_bit_for_bit(
-    ranks: Ranks, own_daemon: Start, tmp_path: Path, tmp_run: str, spread: tuple[str, int], source: str
+    ranks: Ranks, daemon: Daemon, elsewhere: Daemon, tmp_path: Path, tmp_run: str, spread: tuple[str, int]
 ) -> None:
-    socket = own_daemon().socket
-    begin(ranks, tmp_path, socket, tmp_run, spread)
+    begin(ranks, tmp_path, daemon.socket, tmp_run, spread)
     ranks.each("restore")
     ranks.each("run", steps=STEPS)
     ranks.each("save_as_it_is", step=STEPS)
     losses = ranks.each("run", steps=STEPS)
     after = values_of(ranks)
     end(ranks)
-    if source == "storage":
-        socket = own_daemon().socket
-    # In its first step DDP adds up the gradients of three ranks in another order than in all later ones.
-    warm = source == "memory" or spread[0] == "ddp"
-    begin(ranks, tmp_path, socket, tmp_run, spread, of={"seed": 9, "lr": 0.9, "warm": warm})
-    assert {answer["source"] for answer in ranks.each("restore")} == {source}
-    assert ranks.each("run", steps=STEPS) == losses
-    assert values_of(ranks) == after
+    for source, socket in (("memory", daemon.socket), ("storage", elsewhere.socket)):
+        # In its first step DDP adds up the gradients of three ranks in another order than in all later ones.
+        warm = source == "memory" or spread[0] == "ddp"
+        begin(ranks, tmp_path, socket, tmp_run, spread, of={"seed": 9, "lr": 0.9, "warm": warm})
+        assert {answer["source"] for answer in ranks.each("restore")} == {source}
+        assert ranks.each("run", steps=STEPS) == losses
+        assert values_of(ranks) == after
+        end(ranks)
 
 
 def test_layouts_through_object_storage(
-    ranks: Ranks, daemon: Daemon, own_daemon: Start, s3_server: S3Endpoint, tmp_path: Path
+    ranks: Ranks, daemon: Daemon, elsewhere: Daemon, s3_server: S3Endpoint, tmp_path: Path
 ) -> None:
-    socket = own_daemon().socket
+    socket = elsewhere.socket
     for saver, other in ((("fsdp2", 4), ("ddp", 3)), (("mesh2d", 4), ("single", 1)), (("single", 1), ("tp", 3))):
         options = {"storage_options": dict(s3_server.options)}
         before = saved(ranks, tmp_path, daemon.socket, s3_server.prefix(), saver, **options)
@@ -147,10 +152,10 @@ def test_layouts_through_object_storage(
 
 
 def test_random_numbers_go_on_or_are_new(
-    ranks: Ranks, runs: dict[tuple[str, int], Before], own_daemon: Start, tmp_path: Path
+    ranks: Ranks, runs: dict[tuple[str, int], Before], elsewhere: Daemon, tmp_path: Path
 ) -> None:
     """On as many ranks as saved, each has its own stream again; on others, streams that no rank had, said so."""
-    before, socket = runs["ddp", 4], own_daemon().socket
+    before, socket = runs["ddp", 4], elsewhere.socket
     assert len({digests["torch"] for digests in before.generators}) == 4
     streams: dict[int, list[dict[str, str]]] = {}
     for world in (4, 3, 2, 3):
@@ -172,9 +177,9 @@ def test_random_numbers_go_on_or_are_new(
 
 
 def test_what_all_ranks_drew_from_alike_goes_on_on_any_number(
-    ranks: Ranks, runs: dict[tuple[str, int], Before], own_daemon: Start, tmp_path: Path
+    ranks: Ranks, runs: dict[tuple[str, int], Before], elsewhere: Daemon, tmp_path: Path
 ) -> None:
-    before, socket = runs["tp", 4], own_daemon().socket
+    before, socket = runs["tp", 4], elsewhere.socket
     begin(ranks, tmp_path, socket, before.url, ("tp", 2), of={"seed": 9})
     assert [answer["notices"] for answer in ranks.each("restore")] == [[], []]
     assert values_of(ranks)[1] == before.generators[:2]
@@ -184,14 +189,14 @@ def test_what_all_ranks_drew_from_alike_goes_on_on_any_number(
 
 
 def test_weights_only_takes_the_model_and_nothing_else(
-    ranks: Ranks, runs: dict[tuple[str, int], Before], own_daemon: Start, tmp_path: Path
+    ranks: Ranks, runs: dict[tuple[str, int], Before], elsewhere: Daemon, tmp_path: Path
 ) -> None:
     """It opens none of the optimizer's bytes: every one of them is another than was saved."""
     before = runs["hsdp", 4]
     root = tmp_path / "copy"
     shutil.copytree(before.url.removeprefix("file://"), root)
     spoil(root, "optimizer/")
-    socket = own_daemon().socket
+    socket = elsewhere.socket
     begin(ranks, tmp_path, socket, f"file://{root}", ("fsdp2", 3), of={"seed": 9, "warm": True})
     own = values_of(ranks)[0]
     answers = ranks.each("restore", weights_only=True)
@@ -222,9 +227,9 @@ def spoil(root: Path, prefix: str) -> None:
 
 
 def test_a_part_is_taken_by_patterns(
-    ranks: Ranks, runs: dict[tuple[str, int], Before], own_daemon: Start, tmp_path: Path
+    ranks: Ranks, runs: dict[tuple[str, int], Before], elsewhere: Daemon, tmp_path: Path
 ) -> None:
-    before, socket = runs["tp", 3], own_daemon().socket
+    before, socket = runs["tp", 3], elsewhere.socket
 
     def taken(**options: Any) -> set[str]:
         begin(ranks, tmp_path, socket, before.url, ("mesh2d", 4), of={"seed": 9, "lr": 0.9, "warm": True})
@@ -249,7 +254,7 @@ def test_a_part_is_taken_by_patterns(
 
 @pytest.mark.parametrize("saved_world", [1, 4])
 def test_each_rank_reads_little_more_than_its_own(
-    ranks: Ranks, daemon: Daemon, own_daemon: Start, tmp_path: Path, tmp_run: str, saved_world: int
+    ranks: Ranks, daemon: Daemon, elsewhere: Daemon, tmp_path: Path, tmp_run: str, saved_world: int
 ) -> None:
     """64 MB in runs of 8 MiB: bytes are those that are needed, once over all ranks, and requests grow with the ranks
     and the windows, not with ranks times ranks."""
@@ -260,7 +265,7 @@ def test_each_rank_reads_little_more_than_its_own(
     ranks.each("save_as_it_is", step=STEPS)
     before = values_of(ranks)[0]
     end(ranks)
-    socket = own_daemon().socket
+    socket = elsewhere.socket
     requests: dict[int, int] = {}
     for world in (1, 2, 3, 4):
         begin(ranks, tmp_path, socket, tmp_run, ("rows", world), of={**of, "seed": 9})
