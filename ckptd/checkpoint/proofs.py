@@ -117,6 +117,8 @@ class _InProcess:
         self._process = process
         self._asked = process.stdin
         self._answers = process.stdout
+        self._over = False
+        """It has said its last word, and ends by itself."""
 
     async def add(self, data: bytes) -> None:
         await self._send(prover.ADD, data)
@@ -144,9 +146,10 @@ class _InProcess:
                 objects[data[prover.KEY_BYTES.size : start].decode()] = data[start:]
 
     async def aclose(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
         self._asked.close()
+        if not self._over:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
         await self._process.communicate()
 
     async def _send(self, letter: bytes, *parts: bytes) -> None:
@@ -165,6 +168,7 @@ class _InProcess:
             data = await self._answers.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError):
             raise await self._ended() from None
+        self._over = letter in (prover.MANIFEST, prover.REFUSED)
         if letter == prover.REFUSED:
             raise _refusal(data)
         return letter, data

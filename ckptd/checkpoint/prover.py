@@ -8,12 +8,14 @@ question, when its input ends, and when nobody is left to read its output.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import struct
 import sys
 import threading
+from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
@@ -22,6 +24,7 @@ from ckptd.errors import to_fields
 from ckptd.format.proof import Proof
 from ckptd.format.records import encode
 
+OOM_SCORE_ADJUST = 500
 HEAD = struct.Struct(">cQ")
 """Letter and length."""
 RANK = struct.Struct(">Q")
@@ -49,6 +52,9 @@ def main() -> None:
     # What ends the process that started this one may be sent to both: that one then says when.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        # Where memory ends, this goes first: before a trainer, and a daemon that holds the only copy of a snapshot.
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJUST))
     threading.Thread(target=_end_with_the_reader, daemon=True).start()
     asked, answers = sys.stdin.buffer, sys.stdout.buffer
     try:
