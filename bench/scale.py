@@ -2,32 +2,39 @@
 
 Receipts are simulated, made as they are asked for: every tensor cut by rows over all ranks, as FSDP does, some values
 of each rank's own, a state tree that differs in one leaf. Each world runs in a process of its own, so that its memory
-is its own. No shard is read: what is measured are the records. Times are of the processor, as nothing here waits.
+is its own. No shard is read: what is measured are the records. The commit is that of rank 0's daemon, with the process
+that proves it, and so is the check of the manifest that rank 0 makes at a restore. Times are of the processor, as
+nothing here waits, but for the longest pause of the daemon's loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Coroutine, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import psutil
 
 from ckptd.checkpoint.listing import list_run
 from ckptd.checkpoint.reader import CheckpointReader
 from ckptd.checkpoint.regions import region
 from ckptd.checkpoint.run import Run
+from ckptd.checkpoint.verify import check_proof
+from ckptd.daemon.commit import Commit, Patience
+from ckptd.daemon.tier import Checkpoint
 from ckptd.format import keys
 from ckptd.format.digests import DIGEST_BYTES, hex_digest
 from ckptd.format.keys import Version
-from ckptd.format.proof import Proof
 from ckptd.format.records import (
     Box,
     Layout,
@@ -39,12 +46,15 @@ from ckptd.format.records import (
     encode,
 )
 from ckptd.format.records import Run as RunRecord
-from ckptd.limits import BLOCK_BYTES_WRITTEN, PAGE_BYTES
+from ckptd.limits import BLOCK_BYTES_WRITTEN, MANIFEST_BYTES_MAX, PAGE_BYTES
 from ckptd_backends.memory import MemoryBackend
 from ckptd_backends.wrappers.base import Wrapper
 
 RESULTS = Path(__file__).parent / "results" / "scale.json"
 VERSION = Version(1000, 1)
+PATIENCE = Patience(commit_seconds=3600, takeover_seconds=0)
+CHECKED_RANKS_MAX = 4096
+"""The check at a restore is the commit's work once more: it is not measured in larger worlds."""
 ROW_BYTES = 1024
 """Of each rank's row of a tensor."""
 SPLIT = 10**9
@@ -140,10 +150,15 @@ class Simulated(Wrapper):
         self._ranks = {keys.receipt_key(VERSION, rank, world.ranks): rank for rank in range(world.ranks)}
         self._world = world
         self.requests = self.bytes_read = 0
+        self.making_seconds = 0.0
+        """Of receipts, which no real store does."""
 
     async def get(self, key: str, *, limit_bytes: int) -> bytes:
         rank = self._ranks.get(key)
+        began = time.process_time()
         data = await super().get(key, limit_bytes=limit_bytes) if rank is None else self._world.receipt(rank)
+        if rank is not None:
+            self.making_seconds += time.process_time() - began
         self.requests += 1
         self.bytes_read += len(data)
         return data
@@ -159,73 +174,118 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Proved:
+    """What a proof costs whoever lets it be made, the making of receipts aside."""
+
+    cost: Cost
+    """Of the process that reads the receipts and goes on with its work, and keeps its interpreter lock."""
+    prover_seconds: float
+    prover_peak_mib: float
+    peak_mib: float
+    """Of the process that reads. As Python and the imports have it: 30."""
+    pause_milliseconds: float
+    """The longest time in which its loop answered nobody; with others on the machine, their time too."""
+
+
+@dataclass(frozen=True)
 class Measured:
     """One world."""
 
     ranks: int
     tensors: int
+    load: float
+    """Of the machine, over the last minute, when it began."""
     receipt_bytes: int
-    making_seconds: float
-    """Of receipts, which no real commit does; not in ``commit``."""
-    commit: Cost
-    """``bytes``: of receipts read. Each is read once, so there is one request a rank."""
+    commit: Proved
     written_bytes: int
     """The manifest and what it names, receipts aside."""
     manifest_bytes: int
-    peak_mib: float
-    """Of memory, of the commit."""
+    check: Proved | None
+    """Of the manifest, at a restore, by rank 0."""
     listing: Cost
     restore: Cost
     """One rank of three quarters as many, which wants its rows of every tensor: what it reads before any shard."""
 
 
-def measure(world: World) -> Measured:
-    """In this process; its peak of memory is then taken."""
-    making = commit_seconds = 0.0
-    size = 0
-    proof = Proof(world.ranks)
-    for data, made in _receipts(world):
-        making += made
-        size += len(data)
-        began = time.process_time()
-        proof.add(data)
-        commit_seconds += time.process_time() - began
-    began = time.process_time()
-    again = proof.questions()
-    for rank in again:
-        proof.look(rank, world.receipt(rank))
-    commit = proof.commit()
-    manifest = encode(commit.manifest)
-    commit_seconds += time.process_time() - began
-    del proof
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    objects = {**commit.objects, keys.manifest_key(VERSION): manifest}
-    found = Measured(
+async def measure(world: World) -> Measured:
+    """In this process, whose memory is then taken."""
+    load = os.getloadavg()[0]
+    store = Simulated(world)
+    await store.put(keys.RUN, encode(RunRecord(run="scale")))
+    commit = Commit(Checkpoint(store, VERSION, world.ranks, "scale"), PATIENCE, lambda rank: None, resumed=False)
+    commit.leads = True
+    committed = await _proved(store, commit.run())
+    run = await Run.open(store)
+    async with await CheckpointReader.open(run, VERSION) as reader:
+        checked = await _proved(store, check_proof(reader)) if world.ranks <= CHECKED_RANKS_MAX else None
+    manifest = await store.get(keys.manifest_key(VERSION), limit_bytes=MANIFEST_BYTES_MAX)
+    written = [info.size_bytes async for info in store.scan("") if info.key != keys.RUN]
+    listing, restore = await _read(world, store)
+    return Measured(
         ranks=world.ranks,
         tensors=world.tensors,
-        receipt_bytes=size // world.ranks,
-        making_seconds=making,
-        commit=Cost(commit_seconds, world.ranks + len(again), size),
-        written_bytes=sum(map(len, objects.values())),
+        load=load,
+        receipt_bytes=committed.cost.bytes // committed.cost.requests,
+        commit=committed,
+        written_bytes=sum(written),
         manifest_bytes=len(manifest),
-        peak_mib=peak,
-        listing=Cost(),
-        restore=Cost(),
+        check=checked,
+        listing=listing,
+        restore=restore,
     )
-    return asyncio.run(_read(world, objects, found))
 
 
-def _receipts(world: World) -> Iterator[tuple[bytes, float]]:
-    for rank in range(world.ranks):
-        began = time.process_time()
-        data = world.receipt(rank)
-        yield data, time.process_time() - began
+async def _proved(store: Simulated, work: Coroutine[Any, Any, object]) -> Proved:
+    watch = _Watch()
+    watching = asyncio.create_task(watch.run())
+    requests, read, making = store.requests, store.bytes_read, store.making_seconds
+    began, children = time.process_time(), _children_seconds()
+    await work
+    seconds = time.process_time() - began - (store.making_seconds - making)
+    watching.cancel()
+    return Proved(
+        cost=Cost(seconds, store.requests - requests, store.bytes_read - read),
+        prover_seconds=_children_seconds() - children,
+        prover_peak_mib=watch.prover_peak_mib,
+        peak_mib=_peak_mib(os.getpid()),
+        pause_milliseconds=watch.pause_seconds * 1e3,
+    )
 
 
-async def _read(world: World, objects: dict[str, bytes], found: Measured) -> Measured:
-    store = Simulated(world)
-    for key, data in {**objects, keys.RUN: encode(RunRecord(run="scale"))}.items():
-        await store.put(key, data)
+class _Watch:
+    """Wants to run a hundred times a second, and notes by how much it was late."""
+
+    def __init__(self) -> None:
+        self.pause_seconds = self.prover_peak_mib = 0.0
+
+    async def run(self) -> None:
+        turn = 0
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(0.01)
+            self.pause_seconds = max(self.pause_seconds, time.monotonic() - began - 0.01)
+            turn += 1
+            if turn % 20 == 0:
+                for child in psutil.Process().children():
+                    self.prover_peak_mib = max(self.prover_peak_mib, _peak_mib(child.pid))
+
+
+def _children_seconds() -> float:
+    """Of those that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _peak_mib(process: int) -> float:
+    """Of memory; 0 for a process that is gone."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM")), 0.0)
+
+
+async def _read(world: World, store: Simulated) -> tuple[Cost, Cost]:
     run = await Run.open(store)
     began, before, read = time.process_time(), store.requests, store.bytes_read
     await list_run(run)
@@ -242,50 +302,45 @@ async def _read(world: World, objects: dict[str, bytes], found: Measured) -> Mea
             pieces = await reader.locate(f"model/layers.{i}.weight", wanted)
             assert len(pieces) == rows
     restore = Cost(time.process_time() - began, store.requests - before, store.bytes_read - read)
-    return replace(found, listing=listing, restore=restore)
+    return listing, restore
 
 
 def table(found: Sequence[Measured]) -> str:
-    """As Markdown, with the growth from line to line."""
-    heads = ["ranks", "commit CPU s", "µs/piece", "peak MiB", "receipts MB", "written kB", "manifest kB", "list CPU ms"]
-    heads += ["list kB", "restore CPU ms", "requests", "read kB", "growth: commit, peak, written, restore"]
+    """As Markdown."""
+    heads = ["ranks", "receipts MB", "commit: prover CPU s", "µs/piece", "prover MiB", "daemon CPU s", "daemon MiB"]
+    heads += ["longest pause ms", "written kB", "manifest kB", "list CPU ms", "check at restore: prover CPU s"]
+    heads += ["reader CPU s", "reader MiB", "restore CPU ms", "requests", "read kB", "load"]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---:|" * len(heads)]
-    before: Measured | None = None
     for one in found:
+        check = one.check
         cells = [
             f"{one.ranks:,}",
-            f"{one.commit.seconds:.2f}",
-            f"{one.commit.seconds / one.ranks / one.tensors * 1e6:.2f}",
-            f"{one.peak_mib:.0f}",
-            f"{one.commit.bytes / 1e6:.0f}",
+            f"{one.commit.cost.bytes / 1e6:.0f}",
+            f"{one.commit.prover_seconds:.1f}",
+            f"{one.commit.prover_seconds / one.ranks / one.tensors * 1e6:.1f}",
+            f"{one.commit.prover_peak_mib:.0f}",
+            f"{one.commit.cost.seconds:.1f}",
+            f"{one.commit.peak_mib:.0f}",
+            f"{one.commit.pause_milliseconds:.0f}",
             f"{one.written_bytes / 1e3:.0f}",
             f"{one.manifest_bytes / 1e3:.0f}",
             f"{one.listing.seconds * 1e3:.0f}",
-            f"{one.listing.bytes / 1e3:.0f}",
+            "" if check is None else f"{check.prover_seconds:.1f}",
+            "" if check is None else f"{check.cost.seconds:.1f}",
+            "" if check is None else f"{check.peak_mib:.0f}",
             f"{one.restore.seconds * 1e3:.0f}",
             f"{one.restore.requests}",
             f"{one.restore.bytes / 1e3:.0f}",
-            "" if before is None else _growth(before, one),
+            f"{one.load:.1f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
-        before = one
     return "\n".join(lines)
-
-
-def _growth(before: Measured, one: Measured) -> str:
-    pairs = [
-        (before.commit.seconds, one.commit.seconds),
-        (before.peak_mib, one.peak_mib),
-        (before.written_bytes, one.written_bytes),
-        (before.restore.seconds, one.restore.seconds),
-    ]
-    return ", ".join(f"{now / then:.2f}" for then, now in pairs)
 
 
 def main(arguments: Sequence[str]) -> None:
     """``[TENSORS [RANKS…]]``, or ``--one TENSORS RANKS`` for one world in this process."""
     if arguments[:1] == ["--one"]:
-        print(json.dumps(asdict(measure(World(ranks=int(arguments[2]), tensors=int(arguments[1]))))))
+        print(json.dumps(asdict(asyncio.run(measure(World(ranks=int(arguments[2]), tensors=int(arguments[1])))))))
         return
     tensors = int(arguments[0]) if arguments else 1000
     worlds = [int(text) for text in arguments[1:]] or [2**k for k in range(6, 15)]

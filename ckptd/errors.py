@@ -178,6 +178,12 @@ class ResourceError(CkptdError):
     exit_code = 11
 
 
+class ProverEnded(ResourceError):
+    """The process that proves a commit was ended by something else. Nothing is lost: the receipts lie in storage."""
+
+    retryable = True
+
+
 class DeadlineExceeded(CkptdError):
     """A bounded wait ran out; the message names what was awaited and who is late."""
 

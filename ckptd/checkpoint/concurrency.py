@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -34,6 +35,29 @@ async def each(items: Iterable[T], width: int, work: Callable[[T], Awaitable[R]]
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+async def ahead(items: Iterable[T], width: int, work: Callable[[T], Awaitable[R]]) -> AsyncGenerator[R]:
+    """``work(item)`` for each item, in order of the items; up to ``width`` are under way or wait to be taken.
+
+    To be closed, best by ``contextlib.aclosing``: that cancels what is under way, and waits for it.
+    """
+    under_way: deque[asyncio.Task[R]] = deque()
+
+    async def one(item: T) -> R:
+        return await work(item)
+
+    try:
+        for item in items:
+            under_way.append(asyncio.create_task(one(item)))
+            if len(under_way) >= width:
+                yield await under_way.popleft()
+        while under_way:
+            yield await under_way.popleft()
+    finally:
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
 
 
 async def in_thread(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

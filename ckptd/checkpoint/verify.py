@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from ckptd.checkpoint.concurrency import each, in_thread
+from ckptd.checkpoint.concurrency import ahead
 from ckptd.checkpoint.objects import damaged, place
+from ckptd.checkpoint.proofs import PROCESS_BYTES_MIN, prover_for
 from ckptd.checkpoint.reader import CheckpointReader
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.selectors import spoken
@@ -15,7 +17,7 @@ from ckptd.format.cover import pieces_in_file_order
 from ckptd.format.dtypes import stored_as
 from ckptd.format.keys import Version, generation_key
 from ckptd.format.names import piece_name
-from ckptd.format.proof import Commit, Proof
+from ckptd.format.proof import Commit
 from ckptd.format.records import Layout, Manifest, encode
 from ckptd.format.shard import read_header
 from ckptd.storage import Finding
@@ -120,16 +122,18 @@ async def check_proof(reader: CheckpointReader) -> str:
 
 
 async def _proved(reader: CheckpointReader, *, early: bool) -> Commit:
-    world = reader.manifest.world
-    proof = Proof(world, early=early)
-    for start in range(0, world, RECEIPTS_AT_ONCE):
-        ranks = range(start, min(start + RECEIPTS_AT_ONCE, world))
-        for data in await each(ranks, RECEIPTS_AT_ONCE, reader.receipt_bytes):
-            await in_thread(proof.add, data)
-    while ranks_again := proof.questions():
-        for rank in ranks_again:
-            await in_thread(proof.look, rank, await reader.receipt_bytes(rank))
-    return await in_thread(proof.commit)
+    manifest = reader.manifest
+    large = sum(ref.bytes for ref in manifest.receipts) > PROCESS_BYTES_MIN
+    async with prover_for(manifest.world, early=early, large=large) as prover:
+        async with aclosing(ahead(range(manifest.world), RECEIPTS_AT_ONCE, reader.receipt_bytes)) as receipts:
+            async for data in receipts:
+                await prover.add(data)
+        while ranks := await prover.questions():
+            async with aclosing(ahead(ranks, RECEIPTS_AT_ONCE, reader.receipt_bytes)) as receipts:
+                again = iter(ranks)
+                async for data in receipts:
+                    await prover.look(next(again), data)
+        return await prover.commit()
 
 
 async def newest_good(run: Run, *, on_progress: OnProgress | None = None) -> Choice:

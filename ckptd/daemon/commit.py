@@ -11,18 +11,17 @@ import contextlib
 import logging
 import random
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any
 
 from ckptd.checkpoint.concurrency import each
 from ckptd.daemon.fencing import check_run
-from ckptd.daemon.receipts import put_first, put_skipped, skip_reason
+from ckptd.daemon.proving import Proving
+from ckptd.daemon.receipts import SKIPPED_BYTES_MAX, put_first, put_same, put_skipped, skip_reason
 from ckptd.daemon.tier import Checkpoint
 from ckptd.errors import DeadlineExceeded, IntegrityError, NotFound, SaveError, SaveSkipped, Unavailable, first_line
-from ckptd.format.keys import Version, manifest_key, mark_key, receipt_key, tombstone_key
-from ckptd.format.proof import prove
+from ckptd.format.keys import manifest_key, mark_key, receipt_key, tombstone_key
+from ckptd.format.proof import Commit as Proved
 from ckptd.format.records import Mark, encode
 from ckptd.limits import RECEIPT_BYTES_MAX
 from ckptd.storage import Backend
@@ -36,8 +35,6 @@ POLL_SECONDS_MAX_OTHERS = 10.0
 RECEIPTS_IN_FLIGHT = 16
 OBJECTS_IN_FLIGHT = 4
 """Parts of an index may have some MiB each."""
-SKIPS_KEPT = 1024
-"""Checkpoints for which skips of ranks here are remembered, for those who join later."""
 
 Lost = Callable[[int], str | None]
 """Rank → why its receipt cannot come any more, where this daemon knows."""
@@ -54,34 +51,33 @@ class Patience:
 class Commit:
     """One checkpoint on its way to its manifest. The ranks of this daemon join it.
 
-    Keeps the receipts as they lie in storage until all are there: for each rank 190 bytes a tensor and 22 bytes a
-    digest block, so a thousand ranks with a thousand tensors of one block each take 200 MB. The proof itself keeps far
-    less.
+    Receipts have for each rank 190 bytes a tensor and 22 bytes a digest block: 3.2 GB for 16,384 ranks with a thousand
+    tensors. They pass through: of them :class:`Proving` keeps some MiB.
     """
 
     def __init__(self, checkpoint: Checkpoint, patience: Patience, lost: Lost, *, resumed: bool) -> None:
         self.checkpoint = checkpoint
-        self.receipts: dict[int, bytes] = {}
+        self.receipts = Proving(checkpoint.world, self._read)
         self.skipped: dict[int, str] = {}
         self.leads = checkpoint.exchange is not None
         """Whether rank 0 is here, or nobody else is there to do it."""
         self._offered: set[int] = set()
-        """Ranks whose receipts the other nodes can see."""
+        """Where each node has a disk of its own: ranks whose receipts the other nodes can see."""
         self._patience = patience
         self._lost = lost
         self._resumed = resumed
         self._news = asyncio.Event()
 
-    def join(self, rank: int, receipt: bytes) -> None:
-        """The receipt of a rank of this daemon is durable."""
-        self.receipts[rank] = receipt
+    def join(self, rank: int, receipt: bytes | None) -> None:
+        """The receipt of a rank of this daemon is durable. ``None``: in its place, whatever it is."""
+        self.receipts.take(rank, receipt)
         self.skipped.pop(rank, None)
         self.leads = self.leads or rank == 0
         self._news.set()
 
     def skip(self, rank: int, reason: str) -> None:
         """A rank of this daemon takes no part, unless its receipt is there."""
-        if rank not in self.receipts:
+        if rank not in self.receipts.there:
             self.skipped[rank] = reason
             self._news.set()
 
@@ -97,16 +93,18 @@ class Commit:
                 if (self._resumed or not self.leads) and await self._others_commit():
                     return
                 if await self._collect():
-                    await self._publish()
+                    await self._publish(await self._prove())
         except TimeoutError:
             ranks = self._missing()
             raise DeadlineExceeded(
                 f"{self.checkpoint} has no manifest after {self._patience.commit_seconds:g} s: "
                 + (f"no receipt of rank {_listed(ranks)}" if ranks else "the store did not take it")
             ) from None
+        finally:
+            await self.receipts.aclose()
 
     def _missing(self) -> list[int]:
-        return [rank for rank in range(self.checkpoint.world) if rank not in self.receipts]
+        return [rank for rank in range(self.checkpoint.world) if rank not in self.receipts.there]
 
     async def _others_commit(self) -> bool:
         """Whether the manifest is there already, or appears before it is our turn to put it."""
@@ -121,11 +119,11 @@ class Commit:
                     raise SaveError(f"{checkpoint} is being deleted")
                 if self.leads:
                     return False
-                if 0 not in self.receipts:
+                if 0 not in self.receipts.there:
                     await self._look_for(0)
             self._judge()
             # Before rank 0's receipt is there, its daemon is not late.
-            if turn_seconds is None and 0 in self.receipts:
+            if turn_seconds is None and 0 in self.receipts.there:
                 turn_seconds = time.monotonic() + self._patience.takeover_seconds * random.uniform(1, 2)
             if turn_seconds is not None and time.monotonic() >= turn_seconds:
                 log.info("rank 0's daemon has not committed %s: taking over", checkpoint)
@@ -139,15 +137,17 @@ class Commit:
         while True:
             with _asked_again_later():
                 await self._offer()
-                await each(self._missing(), RECEIPTS_IN_FLIGHT, self._look_for)
+                await each(self._missing(), RECEIPTS_IN_FLIGHT, self._look_and_feed)
                 if (
-                    self._missing()
+                    not self.receipts.complete
                     and not self.leads
                     and await _exists(self.checkpoint.backend, manifest_key(self.checkpoint.version))
                 ):
                     return False
+                if not self.receipts.complete:
+                    await self.receipts.feed()
             self._judge()
-            if not self._missing() and (self.checkpoint.exchange is None or self._offered >= self.receipts.keys()):
+            if self.receipts.complete and (self.checkpoint.exchange is None or self._offered >= self.receipts.there):
                 return True
             await self._pause(pause)
             pause = min(pause * 2, POLL_SECONDS_MAX if self.leads else POLL_SECONDS_MAX_OTHERS)
@@ -156,6 +156,9 @@ class Commit:
         checkpoint = self.checkpoint
         backend, key = checkpoint.place(rank)
         try:
+            if self.receipts.full and checkpoint.exchange is None and await _is_long(backend, key):
+                self.receipts.take(rank, None)
+                return
             data = await backend.get(key, limit_bytes=RECEIPT_BYTES_MAX)
         except NotFound:
             reason = self._lost(rank)
@@ -164,33 +167,50 @@ class Commit:
                 await put_skipped(backend, key, checkpoint.version, rank, run=checkpoint.run, reason=reason)
             return
         reason = skip_reason(data)
-        if reason is None:
-            self.receipts[rank] = data
-            self._offered.add(rank)
-        else:
+        if reason is not None:
             self.skipped[rank] = reason
+            return
+        if checkpoint.exchange is not None:
+            # Beside the receipts of this node, so that each disk tells of the whole checkpoint.
+            await put_same(checkpoint.backend, receipt_key(checkpoint.version, rank, checkpoint.world), data)
+            self._offered.add(rank)
+        self.receipts.take(rank, data)
+
+    async def _look_and_feed(self, rank: int) -> None:
+        await self._look_for(rank)
+        if self.receipts.full or self.receipts.waits_for(rank):
+            await self.receipts.feed()
+
+    async def _read(self, rank: int) -> bytes:
+        """A receipt that was stored."""
+        checkpoint = self.checkpoint
+        key = receipt_key(checkpoint.version, rank, checkpoint.world)
+        try:
+            return await checkpoint.backend.get(key, limit_bytes=RECEIPT_BYTES_MAX)
+        except NotFound:
+            raise SaveError(f"{checkpoint.backend.url}/{key} was deleted before it was committed") from None
 
     async def _offer(self) -> None:
         """Let the other nodes see the receipts of this one. Raises :class:`IntegrityError` where they see others."""
         if self.checkpoint.exchange is None:
             return
-        for rank in sorted(self.receipts.keys() - self._offered):
+        if self.checkpoint.run:
+            await check_run(self.checkpoint.backend, self.checkpoint.run)  # before others' receipts come there
+        for rank in sorted(self.receipts.there - self._offered):
             backend, key = self.checkpoint.place(rank)
-            found = await put_first(backend, key, self.receipts[rank])
+            receipt = self.receipts.has(rank) or await self._read(rank)
+            found = await put_first(backend, key, receipt)
             if (reason := skip_reason(found)) is not None:
                 self.skipped[rank] = reason
-            elif found != self.receipts[rank]:
+            elif found != receipt:
                 raise IntegrityError(f"{backend.url}/{key}: another node has another receipt of rank {rank}")
             self._offered.add(rank)
 
-    async def _gather(self) -> None:
-        """Put the other nodes' receipts beside those of this one, so that each disk tells of the whole checkpoint."""
-
-        async def put(rank: int) -> None:
-            key = receipt_key(self.checkpoint.version, rank, self.checkpoint.world)
-            await _put_same(self.checkpoint.backend, key, self.receipts[rank])
-
-        await each(sorted(self.receipts), RECEIPTS_IN_FLIGHT, put)
+    async def _prove(self) -> Proved:
+        while True:
+            with _asked_again_later():
+                return await self.receipts.prove()
+            await self._pause(POLL_SECONDS_MAX)
 
     def _judge(self) -> None:
         """Raise :class:`SaveSkipped` where a rank takes no part."""
@@ -206,72 +226,18 @@ class Commit:
             return
         self._news.clear()
 
-    async def _publish(self) -> None:
+    async def _publish(self, commit: Proved) -> None:
         backend = self.checkpoint.backend
-        commit = await asyncio.to_thread(prove, [self.receipts[rank] for rank in range(self.checkpoint.world)])
         await check_run(backend, commit.manifest.run)  # its root may have gone since the shards were put
-        if self.checkpoint.exchange is not None:
-            await self._gather()
-        await each(commit.objects.items(), OBJECTS_IN_FLIGHT, lambda item: _put_same(backend, *item))
+        await each(commit.objects.items(), OBJECTS_IN_FLIGHT, lambda item: put_same(backend, *item))
         if commit.pinned:
             # Before the manifest, so that there is no moment in which retention could take it.
             mark = Mark(
                 by="save", mark="pinned", reason="asked for when it was saved", version=str(commit.manifest.version)
             )
-            await _put_same(backend, mark_key(commit.manifest.version, "pinned", "save"), encode(mark))
-        await _put_same(backend, manifest_key(self.checkpoint.version), encode(commit.manifest))
+            await put_same(backend, mark_key(commit.manifest.version, "pinned", "save"), encode(mark))
+        await put_same(backend, manifest_key(self.checkpoint.version), encode(commit.manifest))
         log.info("committed %s, %d bytes", self.checkpoint, commit.manifest.bytes)
-
-
-class Commits:
-    """All commits that are under way in one daemon."""
-
-    def __init__(
-        self, patience: Patience, spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
-    ) -> None:
-        self._patience = patience
-        self._spawn = spawn
-        self._open: dict[tuple[str, Version], tuple[Commit, asyncio.Task[None]]] = {}
-        self._skips: OrderedDict[tuple[str, Version], dict[int, str]] = OrderedDict()
-
-    def join(
-        self, checkpoint: Checkpoint, receipts: dict[int, bytes], lost: Lost, *, resumed: bool, leads: bool = False
-    ) -> asyncio.Task[None]:
-        """Take part in the commit of a checkpoint with receipts that are durable; begins it where nobody has.
-
-        The task raises what :meth:`Commit.run` raises, for all who joined. ``resumed``: it may have been committed, or
-        even deleted, before this daemon knew of it.
-        """
-        found = self._open.get(checkpoint.name)
-        if found is None:
-            commit = Commit(checkpoint, self._patience, lost, resumed=resumed)
-            for rank, reason in self._skips.get(checkpoint.name, {}).items():
-                commit.skip(rank, reason)
-            commit.leads = commit.leads or leads or 0 in receipts
-            task = self._spawn(commit.run(), f"commit of {checkpoint}")
-            self._open[checkpoint.name] = (commit, task)
-            task.add_done_callback(lambda _: self._open.pop(checkpoint.name))
-        else:
-            commit, task = found
-        for rank, receipt in receipts.items():
-            commit.join(rank, receipt)
-        return task
-
-    async def skip(self, checkpoint: Checkpoint, rank: int, reason: str) -> None:
-        """A rank of this daemon takes no part: tell the others, here and elsewhere."""
-        found = self._open.get(checkpoint.name)
-        if found is not None:
-            found[0].skip(rank, reason)
-        self._skips.setdefault(checkpoint.name, {})[rank] = reason
-        while len(self._skips) > SKIPS_KEPT:
-            self._skips.popitem(last=False)
-        if checkpoint.run:
-            await put_skipped(*checkpoint.place(rank), checkpoint.version, rank, run=checkpoint.run, reason=reason)
-
-    def nudge(self) -> None:
-        """A trainer has died: commits that wait for it are to look now."""
-        for commit, _ in self._open.values():
-            commit.nudge()
 
 
 async def _exists(backend: Backend, key: str) -> bool:
@@ -291,10 +257,9 @@ def _asked_again_later() -> Generator[None]:
         log.warning("%s", first_line(error))
 
 
-async def _put_same(backend: Backend, key: str, data: bytes) -> None:
-    """Put what every committer puts. Raises :class:`IntegrityError` where something else is there."""
-    if await put_first(backend, key, data) != data:
-        raise IntegrityError(f"{key}: another commit of this checkpoint wrote different bytes")
+async def _is_long(backend: Backend, key: str) -> bool:
+    """Whether what lies there is no word that its rank takes no part, so that it need not be read now."""
+    return (await backend.head(key)).size_bytes > SKIPPED_BYTES_MAX
 
 
 def _listed(ranks: list[int]) -> str:

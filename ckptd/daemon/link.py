@@ -21,7 +21,7 @@ from ckptd.checkpoint.reader import CheckpointReader
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.tiers import TierRuns, copy_identity
 from ckptd.daemon.chosen import announce, announced
-from ckptd.daemon.commit import Commits
+from ckptd.daemon.commits import Commits
 from ckptd.daemon.copying import copy_shard
 from ckptd.daemon.owner import Owner
 from ckptd.daemon.tier import Checkpoint, Tier

@@ -12,7 +12,7 @@ from functools import partial
 from ckptd.arena import SlotState
 from ckptd.checkpoint.concurrency import in_thread
 from ckptd.daemon.arenas import Arenas
-from ckptd.daemon.commit import Commits
+from ckptd.daemon.commits import Commits
 from ckptd.daemon.owner import Owner
 from ckptd.daemon.replication import Replication
 from ckptd.daemon.save import Failure, Save, Tally

@@ -6,13 +6,25 @@ import asyncio
 import logging
 
 from ckptd.daemon.fencing import check_run
-from ckptd.errors import AlreadyExists, FormatError, NotFound, SaveError, SaveSkipped, Unavailable, first_line
+from ckptd.errors import (
+    AlreadyExists,
+    FormatError,
+    IntegrityError,
+    NotFound,
+    SaveError,
+    SaveSkipped,
+    Unavailable,
+    first_line,
+)
 from ckptd.format.keys import Version
 from ckptd.format.records import Receipt, Skipped, decode, encode
-from ckptd.limits import RECEIPT_BYTES_MAX
+from ckptd.limits import KIB, RECEIPT_BYTES_MAX
 from ckptd.storage import Backend
 
 log = logging.getLogger(__name__)
+
+SKIPPED_BYTES_MAX = 16 * KIB
+"""Of a record that says that a rank takes no part; its reason has a thousand characters."""
 
 
 async def put_first(backend: Backend, key: str, data: bytes) -> bytes:
@@ -25,6 +37,12 @@ async def put_first(backend: Backend, key: str, data: bytes) -> bytes:
             return await backend.get(key, limit_bytes=max(RECEIPT_BYTES_MAX, len(data)))
         except NotFound:
             raise error from None
+
+
+async def put_same(backend: Backend, key: str, data: bytes) -> None:
+    """Put what everybody puts there. Raises :class:`IntegrityError` where something else is."""
+    if await put_first(backend, key, data) != data:
+        raise IntegrityError(f"{key}: another commit of this checkpoint wrote different bytes")
 
 
 async def put_receipt(backend: Backend, key: str, receipt: Receipt) -> bytes:
@@ -60,6 +78,8 @@ def receipt_in(data: bytes, key: str) -> Receipt:
 
 def skip_reason(data: bytes) -> str | None:
     """Why a rank takes no part, where that is what ``data`` says in the place of a receipt."""
+    if len(data) > SKIPPED_BYTES_MAX:
+        return None
     try:
         return decode(data, Skipped).reason
     except FormatError:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from ckptd.daemon.commit import Commits
+from ckptd.daemon.commits import Commits
 from ckptd.daemon.link import Link
 from ckptd.daemon.owner import Owner
 from ckptd.daemon.retiring import Retiring

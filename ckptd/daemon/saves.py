@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ckptd.arena import SlotState
 from ckptd.daemon.arenas import Arenas, HeldArena
-from ckptd.daemon.commit import Commits
+from ckptd.daemon.commits import Commits
 from ckptd.daemon.fill import Fill
 from ckptd.daemon.owner import Owner, Seat
 from ckptd.daemon.pipeline import Pipeline
@@ -17,7 +17,7 @@ from ckptd.daemon.replication import Replication
 from ckptd.daemon.save import Save, Tally
 from ckptd.daemon.tasks import Tasks
 from ckptd.daemon.tier import Checkpoint
-from ckptd.daemon.unfinished import read_receipts, without_manifest
+from ckptd.daemon.unfinished import with_receipts, without_manifest
 from ckptd.errors import DeadlineExceeded, first_line
 from ckptd.format.keys import Version
 
@@ -133,7 +133,8 @@ class Saves:
             for version, world, ranks in await without_manifest(backend, exchange):
                 checkpoint = Checkpoint(backend, version, world, run="", exchange=exchange)
                 log.info("%s has all receipts and no manifest: finishing it", checkpoint)
-                receipts = {} if exchange is None else await read_receipts(backend, version, world, ranks)
+                here = [] if exchange is None else await with_receipts(backend, version, world, ranks)
+                receipts = dict.fromkeys(here)
                 await asyncio.shield(self._commits.join(checkpoint, receipts, _unknown, resumed=True, leads=True))
         except Exception as error:
             log.warning("cannot finish what was left at %s: %s", backend.url, first_line(error))

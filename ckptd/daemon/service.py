@@ -8,7 +8,8 @@ import time
 from typing import Any
 
 from ckptd.daemon.arenas import Arenas
-from ckptd.daemon.commit import Commits, Patience
+from ckptd.daemon.commit import Patience
+from ckptd.daemon.commits import Commits
 from ckptd.daemon.owner import Owner, Seat
 from ckptd.daemon.replication import Replication
 from ckptd.daemon.save import Tally

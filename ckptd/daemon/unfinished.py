@@ -6,11 +6,10 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from ckptd.daemon.receipts import skip_reason
+from ckptd.daemon.receipts import SKIPPED_BYTES_MAX, skip_reason
 from ckptd.daemon.tier import Exchange
 from ckptd.errors import FormatError
 from ckptd.format.keys import CHECKPOINTS, MANIFESTS, Version, parse_version, receipt_key
-from ckptd.limits import RECEIPT_BYTES_MAX
 from ckptd.storage import Backend
 
 _RECEIPT = re.compile(rf"{CHECKPOINTS}([^/]+)/rank-([0-9]{{5}})-of-([0-9]{{5}})\.json")
@@ -46,8 +45,13 @@ async def without_manifest(backend: Backend, exchange: Exchange | None = None) -
     return found
 
 
-async def read_receipts(backend: Backend, version: Version, world: int, ranks: Sequence[int]) -> dict[int, bytes]:
-    """Rank → receipt. Those that say that their rank takes no part are left out."""
-    keys = {rank: receipt_key(version, rank, world) for rank in ranks}
-    found = {rank: await backend.get(key, limit_bytes=RECEIPT_BYTES_MAX) for rank, key in keys.items()}
-    return {rank: data for rank, data in found.items() if skip_reason(data) is None}
+async def with_receipts(backend: Backend, version: Version, world: int, ranks: Sequence[int]) -> list[int]:
+    """Those of the ranks that have a receipt here: not the word that they take no part."""
+    found: list[int] = []
+    for rank in ranks:
+        key = receipt_key(version, rank, world)
+        if (await backend.head(key)).size_bytes > SKIPPED_BYTES_MAX or skip_reason(
+            await backend.get(key, limit_bytes=SKIPPED_BYTES_MAX)
+        ) is None:
+            found.append(rank)
+    return found
