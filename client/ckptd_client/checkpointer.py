@@ -26,13 +26,13 @@ from ckptd.errors import (
     UsageError,
     first_line,
 )
-from ckptd.format.keys import STEP_MAX, Version
+from ckptd.format.keys import Version
 from ckptd.format.records import metrics_for_record
 from ckptd.wire import messages
 from ckptd.wire.channel import default_socket
 from ckptd.wire.messages import Hello, Skip
 from ckptd_client.agreement import open_agreement
-from ckptd_client.capture import Declared, Placement, State
+from ckptd_client.capture import Placement, State
 from ckptd_client.capture.selection import EVERYTHING, Selection
 from ckptd_client.generation import Life, Opening, WriterClaim, open_life
 from ckptd_client.handles import Handles
@@ -40,6 +40,7 @@ from ckptd_client.link import DaemonLink
 from ckptd_client.restore import Restored, Restorer, Wish
 from ckptd_client.save import Save, as_save_error
 from ckptd_client.schedule import Appointments, Schedule
+from ckptd_client.settings import check_settings, check_step, declared
 from ckptd_client.snapshots import Snapshots
 from ckptd_client.staging.plan import Plan
 from ckptd_client.staging.stager import Check, Stager
@@ -114,14 +115,14 @@ class Checkpointer:
         Raises :class:`StateError` for a state that cannot be saved, :class:`ConfigError`,
         :class:`ckptd.errors.DaemonError`, :class:`ckptd.errors.RunInUse`; nothing was written then.
         """
-        _check_settings(every_steps, every, slots, max_wait)
+        check_settings(every_steps, every, slots, max_wait)
         self._on_full: OnFull = on_full
         self._on_error: OnError = on_error
         self._max_wait = max_wait
         self._takeover = takeover
         topology = Topology.detect(rank, world, launch)
         self._rank, self._world = topology.rank, topology.world
-        self._state = State(state, world=self._world, rng=rng, rank=self._rank, replicated=_declared(replicated))
+        self._state = State(state, world=self._world, rng=rng, rank=self._rank, replicated=declared(replicated))
         _refuse_unsavable(self._state)
         self._tiers = as_tiers(url, keep, storage_options)
         check_furthest(self._tiers, self._world)
@@ -271,7 +272,7 @@ class Checkpointer:
         Returns the handle of a save, or ``None``. Never raises for a save that failed, unless ``on_error="raise"``.
         """
         self._check_open()
-        _check_step(step)
+        check_step(step)
         self._report_failures()
         due = self._schedule.due(step)
         numbers = metrics_for_record(metrics)
@@ -301,7 +302,7 @@ class Checkpointer:
         :class:`UsageError` for a call out of order. Everything else that fails ends on the handle.
         """
         self._check_open()
-        _check_step(step)
+        check_step(step)
         save = self._request(step, pin=pin, reason=reason or "", metrics=metrics_for_record(dict(metrics or {})))
         if isinstance(save.error, StateError):
             raise save.error
@@ -454,39 +455,12 @@ class Checkpointer:
             _log.error("while the training ended with an error: %s", second)
 
 
-def _check_step(step: object) -> None:
-    if not isinstance(step, int) or not 0 <= step <= STEP_MAX:
-        raise UsageError(f"step {step!r} is not an integer between 0 and {STEP_MAX}")
-
-
-def _declared(replicated: bool | Sequence[str]) -> Declared:
-    if isinstance(replicated, bool):
-        return True if replicated else ()
-    if isinstance(replicated, str) or not all(isinstance(pattern, str) and pattern for pattern in replicated):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"replicated={replicated!r} is no list of patterns", hint='as in replicated=["model/*"]')
-    return tuple(replicated)
-
-
 def _refuse_unsavable(state: State) -> None:
     """A state that cannot be saved is refused now, and not hours later."""
     capture = state.capture()
     Plan.of(capture)
     for notice in capture.notices:
         _log.warning("%s", notice)
-
-
-def _check_settings(every_steps: int | None, every: float | None, slots: int, max_wait: float) -> None:
-    problems: list[str] = []
-    if every_steps is not None and every_steps < 1:
-        problems.append(f"every_steps={every_steps} is less than 1")
-    if every is not None and every <= 0:
-        problems.append(f"every={every} is not a positive number of seconds")
-    if slots < 1:
-        problems.append(f"slots={slots} is less than 1")
-    if max_wait < 0:
-        problems.append(f"max_wait={max_wait} is negative")
-    if problems:
-        raise ConfigError("; ".join(problems))
 
 
 def _forget_all() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,7 +21,7 @@ from ckptd.format.keys import Version
 from ckptd.format.records import IndexPiece, TensorEntry
 from ckptd.storage import Backend, Limits, open_backend, with_standard_wrappers
 from ckptd_client.blocking import BlockingLoop
-from ckptd_client.capture.stored import Described, InCommon, Ranks, Wanted
+from ckptd_client.capture.stored import Amount, Described, InCommon, Ranks, Wanted
 from ckptd_client.gather import Scratch, gather
 from ckptd_client.roots import Root
 
@@ -30,14 +29,6 @@ LOCATED_AT_ONCE = 64
 """Tensors whose pieces are looked up at the same time."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Amount:
-    """What a restore has read."""
-
-    bytes: int = 0
-    from_memory_bytes: int = 0
 
 
 class CommittedCheckpoint:
@@ -65,6 +56,7 @@ class CommittedCheckpoint:
         self._each_ranks = each_ranks or {}
         self._seen: dict[str, TensorEntry] = {}
         self._world: dict[str, Described] = {}
+        self.amount = Amount()
         self._loop = BlockingLoop()
         self._backend: Backend = with_standard_wrappers(open_backend(root.url, root.options), Limits())
         self._reader: CheckpointReader | None = None
@@ -129,7 +121,8 @@ class CommittedCheckpoint:
         memory = {rank: view for rank, view in self._memory.items() if rank in ranks}
         if memory:
             memory = await self._verified(memory, wants, block_bytes)
-        return await gather(wants, memory, reader, block_bytes, self._scratch)
+        found_tensors, self.amount = await gather(wants, memory, reader, block_bytes, self._scratch)
+        return found_tensors
 
     def _in_own_shard(self, wanted: Wanted) -> Want | None:
         """What this rank itself saved of it, where that is just what it wants now: as when nothing has changed."""

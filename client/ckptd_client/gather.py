@@ -11,6 +11,7 @@ from ckptd.checkpoint.fetch import ShardReader
 from ckptd.checkpoint.plan import Want, make_plan, stage
 from ckptd.checkpoint.regions import holds_exactly, piece_region, slabs
 from ckptd.format.dtypes import ITEM_BYTES
+from ckptd_client.capture.stored import Amount
 from ckptd_client.dtypes import torch_dtype
 from ckptd_client.fetch import fetch
 
@@ -42,18 +43,22 @@ async def gather(
     reader: ShardReader,
     block_bytes: Mapping[int, int],
     scratch: Scratch,
-) -> list[torch.Tensor]:
-    """The elements of each want, flat: a view of ``memory`` (rank → its shard, verified) where they lie there together,
-    else of new memory or of ``scratch``, read through ``reader``. Raises what planning and reading raise."""
+) -> tuple[list[torch.Tensor], Amount]:
+    """The elements of each want, flat, and what was read for them: a view of ``memory`` (rank → its shard, verified)
+    where they lie there together, else of new memory or of ``scratch``, read through ``reader``. Raises what planning
+    and reading raise."""
     found = [_in_place(want, memory) for want in wants]
+    amount = Amount()
     absent = [i for i, view in enumerate(found) if view is None]
     if absent:
         placed, size = stage([wants[i] for i in absent])
         out = scratch(size) or _anonymous(size)
-        await fetch(FromMemory(memory, reader), make_plan(placed, block_bytes), out)
+        plan = make_plan(placed, block_bytes)
+        await fetch(FromMemory(memory, reader), plan, out)
+        amount = Amount(plan.bytes_wanted, plan.bytes_read, plan.requests)
         for i, want in zip(absent, placed, strict=True):
             found[i] = _view(out, want.target, want)
-    return [view for view in found if view is not None]
+    return [view for view in found if view is not None], amount
 
 
 def _in_place(want: Want, memory: Mapping[int, memoryview]) -> torch.Tensor | None:

@@ -24,7 +24,7 @@ from ckptd.limits import BLOCK_BYTES_MAX, RECEIPT_BYTES_MAX
 from ckptd.wire.messages import SnapshotOffer
 from ckptd_client.blocking import run_blocking
 from ckptd_client.capture.nodes import node_at
-from ckptd_client.capture.stored import Described, InCommon, Ranks, Wanted
+from ckptd_client.capture.stored import Amount, Described, InCommon, Ranks, Wanted
 from ckptd_client.gather import FromMemory, Scratch, gather
 from ckptd_client.roots import Root
 
@@ -106,6 +106,7 @@ class HeldCheckpoint:
         self._held = held
         self._root = root
         self._scratch = scratch
+        self.amount = Amount()
         self.aliases: Mapping[str, str]
         if self.ranks.same:
             own = self._of([rank])[0]
@@ -158,7 +159,7 @@ class HeldCheckpoint:
         memory = {rank: self._held[rank].memory for rank in used}
         try:
             run_blocking(self._check(sorted(used)))
-            found = run_blocking(
+            found, self.amount = run_blocking(
                 gather(wants, memory, FromMemory(memory), dict.fromkeys(used, BLOCK_BYTES_MAX), self._scratch)
             )
         except CoverageError as error:

@@ -24,6 +24,7 @@ from ckptd_client.capture import Prepared, Report, State
 from ckptd_client.capture.nodes import node_at
 from ckptd_client.capture.restore import refuse_unexpected
 from ckptd_client.capture.selection import EVERYTHING, NOTHING, Selection
+from ckptd_client.capture.stored import Amount
 from ckptd_client.committed import CommittedCheckpoint
 from ckptd_client.decision import in_words, is_newer, judged, listed, usable
 from ckptd_client.gather import Scratch
@@ -58,6 +59,8 @@ class Restored:
     """The checkpoint's whole state tree as plain values, with a reference where it has a tensor."""
     tier: str = ""
     """The URL of the tier that this rank has read; empty where it came from memory."""
+    amount: Amount = field(default_factory=Amount)
+    """What this rank has read of it, and how much of that it needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +180,9 @@ class Restorer:
             notices=(*outcome["unused"], *passed_over, *attempt.passed_over, *prepared.report.notices),
         )
         tier = attempt.read_from.url if attempt.read_from is not None else ""
-        return Restored(version.step, attempt.source, 0, version, decision, report, prepared.values, tier)
+        return Restored(
+            version.step, attempt.source, 0, version, decision, report, prepared.values, tier, prepared.amount
+        )
 
     def _apply(self, prepared: Prepared) -> None:
         """Bring it into the live state, on all ranks or with an error on all: a rank whose objects refuse what they had

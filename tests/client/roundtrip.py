@@ -19,7 +19,7 @@ from ckptd.format.shard import StoredPiece, lay_out
 from ckptd.limits import BLOCK_BYTES_MAX
 from ckptd_client.blocking import run_blocking
 from ckptd_client.capture import Capture, Prepared, State
-from ckptd_client.capture.stored import Described, InCommon, Ranks, Wanted
+from ckptd_client.capture.stored import Amount, Described, InCommon, Ranks, Wanted
 from ckptd_client.gather import FromMemory, gather
 
 
@@ -60,6 +60,7 @@ class Reread:
 
     def __init__(self, stored: Stored, ranks: Ranks) -> None:
         self.ranks = ranks
+        self.amount = Amount()
         self.tree = stored.tree
         self.aliases = stored.layout.aliases
         self._shard = memoryview(stored.shard)
@@ -81,7 +82,10 @@ class Reread:
             for each in wanted
         ]
         memory = {0: self._shard}
-        return run_blocking(gather(wants, memory, FromMemory(memory), {0: BLOCK_BYTES_MAX}, lambda _: None))
+        found, self.amount = run_blocking(
+            gather(wants, memory, FromMemory(memory), {0: BLOCK_BYTES_MAX}, lambda _: None)
+        )
+        return found
 
     def in_common(self) -> InCommon:
         return InCommon(self.tree, self.aliases)

@@ -29,7 +29,7 @@ from ckptd_client.capture.rng import RNG, RngSource
 from ckptd_client.capture.scaler import ScalerSource, is_scaler
 from ckptd_client.capture.selection import EVERYTHING, NOTHING, Selection
 from ckptd_client.capture.shares import Placement
-from ckptd_client.capture.stored import Ranks, Stored
+from ckptd_client.capture.stored import Amount, Ranks, Stored
 from ckptd_client.capture.template import Template
 from ckptd_client.capture.values import Build, merge
 from ckptd_client.capture.walk import FlatParameters, ParameterNames, Source, Walk
@@ -64,6 +64,7 @@ class Prepared:
 
     report: Report
     ranks: Ranks
+    amount: Amount
     values: dict[str, object]
     """The checkpoint's whole tree; where it has a tensor, a :class:`~ckptd_client.capture.codecs.SavedTensor`."""
     _apply: Callable[[], None]
@@ -270,7 +271,7 @@ class State:
             restoring.apply()
             self._leaves.forget()  # what the live state let go of is not to be kept alive here
 
-        return Prepared(restoring.report(), stored.ranks, saved, apply)
+        return Prepared(restoring.report(), stored.ranks, stored.amount, saved, apply)
 
     def _plan(self, live: Capture, saved: dict[str, object], restoring: Restoring) -> None:
         """All that is to be done, with nothing read yet."""

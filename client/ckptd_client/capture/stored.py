@@ -35,6 +35,17 @@ class InCommon(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Amount:
+    """What one rank has read in a restore, of tensors."""
+
+    bytes_wanted: int = 0
+    """That went to new memory: what lies as it is wanted in this node's memory is used where it lies."""
+    bytes_read: int = 0
+    """For them: only whole digest blocks can be verified."""
+    requests: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Ranks:
     """Who restores, and who saved."""
 
@@ -56,6 +67,8 @@ class Stored(Protocol):
     ranks: Ranks
     tree: bytes
     """Typed JSON: this rank's own where as many ranks restore as saved, else what all of them have in common."""
+    amount: Amount
+    """Of the last :meth:`fetch`."""
     aliases: Mapping[str, str]
     """Further names of a stored tensor → the name under which it is stored."""
 

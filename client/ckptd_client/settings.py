@@ -1,0 +1,39 @@
+"""What a caller may ask of a checkpointer, checked before anything is done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckptd.errors import ConfigError, UsageError
+from ckptd.format.keys import STEP_MAX
+from ckptd_client.capture import Declared
+
+
+def check_step(step: object) -> None:
+    """Raise :class:`UsageError` for what is no step."""
+    if not isinstance(step, int) or not 0 <= step <= STEP_MAX:
+        raise UsageError(f"step {step!r} is not an integer between 0 and {STEP_MAX}")
+
+
+def declared(replicated: bool | Sequence[str]) -> Declared:
+    """Which plain tensors are equal on all ranks. Raises :class:`ConfigError` for what are no patterns."""
+    if isinstance(replicated, bool):
+        return True if replicated else ()
+    if isinstance(replicated, str) or not all(isinstance(pattern, str) and pattern for pattern in replicated):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"replicated={replicated!r} is no list of patterns", hint='as in replicated=["model/*"]')
+    return tuple(replicated)
+
+
+def check_settings(every_steps: int | None, every: float | None, slots: int, max_wait: float) -> None:
+    """Raise :class:`ConfigError`, naming all that is wrong."""
+    problems: list[str] = []
+    if every_steps is not None and every_steps < 1:
+        problems.append(f"every_steps={every_steps} is less than 1")
+    if every is not None and every <= 0:
+        problems.append(f"every={every} is not a positive number of seconds")
+    if slots < 1:
+        problems.append(f"slots={slots} is less than 1")
+    if max_wait < 0:
+        problems.append(f"max_wait={max_wait} is negative")
+    if problems:
+        raise ConfigError("; ".join(problems))
