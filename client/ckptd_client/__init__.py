@@ -8,7 +8,7 @@ from ckptd_client.capture import FlatPartition, FlatSlice, register_codec
 from ckptd_client.checkpointer import Checkpointer
 from ckptd_client.data import PerRank, Reshapes, ResumableLoader, ResumableStream
 from ckptd_client.reader import open_checkpoint
-from ckptd_client.restore import Restored
+from ckptd_client.restored import Restored
 from ckptd_client.save import Save
 from ckptd_client.tiers import Tier
 

@@ -37,7 +37,8 @@ from ckptd_client.capture.selection import EVERYTHING, Selection
 from ckptd_client.generation import Life, Opening, WriterClaim, open_life
 from ckptd_client.handles import Handles
 from ckptd_client.link import DaemonLink
-from ckptd_client.restore import Restored, Restorer, Wish
+from ckptd_client.restore import Restorer
+from ckptd_client.restored import Restored, Wish
 from ckptd_client.save import Save, as_save_error
 from ckptd_client.schedule import Appointments, Schedule
 from ckptd_client.settings import check_settings, check_step, declared
@@ -128,26 +129,13 @@ class Checkpointer:
         check_furthest(self._tiers, self._world)
         self._agree(topology)
         path = Path(socket) if socket is not None else default_socket()
-        self._link = DaemonLink(path, self._hello(), start_daemon=start_daemon)
-        self._supply = ArenaSupply(self._link, slots=slots)
-        self._handles = Handles(slot_freed=self._supply.wake)
-        self._link.open(
-            on_event=self._handles.on_event,
-            on_renewed=self._supply.hand_over,
-            on_refused=self._handles.on_refused,
-        )
-        self._state.place(
-            Placement(self._rank, self._world, self._nodes(path), resident=resident, check=check_replicas)
-        )
+        self._connect(path, slots, start_daemon=start_daemon)
+        nodes = self._nodes(path)
+        self._state.place(Placement(self._rank, self._world, nodes, resident=resident, check=check_replicas))
         self._claim = WriterClaim(self._roots)
         self._stager = Stager(self._link.tell, overlap=overlap, check=check)
         self._snapshots = Snapshots(
-            self._state,
-            self._supply,
-            self._stager,
-            rank=self._rank,
-            world=self._world,
-            check_replicas=check_replicas,
+            self._state, self._supply, self._stager, self._rank, self._world, check_replicas=check_replicas
         )
         appointments = Appointments(self._agreement.store, self._rank, self._world, self._skip_missed)
         self._schedule = Schedule(every_steps, every, appointments, self._rank)
@@ -170,6 +158,16 @@ class Checkpointer:
             roots = roots_of(self._tiers, launch)
         self._roots = find_shared(self._agreement, roots)
         self._launch = roots[0].launch
+
+    def _connect(self, path: Path, slots: int, *, start_daemon: bool) -> None:
+        self._link = DaemonLink(path, self._hello(), start_daemon=start_daemon)
+        self._supply = ArenaSupply(self._link, slots=slots)
+        self._handles = Handles(slot_freed=self._supply.wake)
+        self._link.open(
+            on_event=self._handles.on_event,
+            on_renewed=self._supply.hand_over,
+            on_refused=self._handles.on_refused,
+        )
 
     def _hello(self) -> Hello:
         return Hello(

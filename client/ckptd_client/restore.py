@@ -9,69 +9,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from ckptd.checkpoint.reader import CheckpointReader
 from ckptd.checkpoint.run import Run
-from ckptd.checkpoint.selectors import Selector, spoken
+from ckptd.checkpoint.selectors import spoken
 from ckptd.errors import CkptdError, IntegrityError, NoCheckpoint, first_line, from_fields, to_fields
 from ckptd.format.keys import Version, parse_version
 from ckptd.format.tree import decode_json
 from ckptd_client.agreement import Agreement
 from ckptd_client.blocking import run_blocking
-from ckptd_client.capture import Prepared, Report, State
+from ckptd_client.capture import Prepared, State
 from ckptd_client.capture.nodes import node_at
 from ckptd_client.capture.restore import refuse_unexpected
-from ckptd_client.capture.selection import EVERYTHING, NOTHING, Selection
-from ckptd_client.capture.stored import Amount
 from ckptd_client.committed import CommittedCheckpoint
 from ckptd_client.decision import in_words, is_newer, judged, listed, usable
 from ckptd_client.gather import Scratch
 from ckptd_client.held import HeldCheckpoint, HeldSnapshot, MemoryOffers
 from ckptd_client.nearest import UNPROVEN, Found, from_nearest, mark_verified
+from ckptd_client.restored import EMPTY_REPORT, Restored, Source, Wish
 from ckptd_client.roots import Root
-
-Source = Literal["memory", "storage", "none"]
 
 _States = Mapping[str, Sequence[Any]] | CkptdError
 _log = logging.getLogger(__name__)
-
-EMPTY_REPORT = Report((), (), (), (), ())
-
-
-@dataclass(slots=True)
-class Restored:
-    """What a restore did."""
-
-    step: int = 0
-    """The step that was restored; 0 where nothing was found."""
-    source: Source = "none"
-    generation: int = 0
-    """The generation in which this start goes on; 0 until one was opened."""
-    version: Version | None = None
-    """The checkpoint that was restored."""
-    decision: str = "there is no checkpoint"
-    """What all ranks agreed on, and why: the step, where each rank has it from, and what was passed over."""
-    report: Report = EMPTY_REPORT
-    """What was loaded, missing, unexpected, skipped and why; newer checkpoints that did not verify are notices."""
-    values: Mapping[str, object] = field(default_factory=dict[str, object])
-    """The checkpoint's whole state tree as plain values, with a reference where it has a tensor."""
-    tier: str = ""
-    """The URL of the tier that this rank has read; empty where it came from memory."""
-    amount: Amount = field(default_factory=Amount)
-    """What this rank has read of it, and how much of that it needed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What a caller wants restored, and how."""
-
-    step: Selector = "latest"
-    required: bool = False
-    strict: bool = True
-    selection: Selection = EVERYTHING
-    cast: Selection = NOTHING
 
 
 class _Attempt(NamedTuple):

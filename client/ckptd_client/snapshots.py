@@ -27,7 +27,7 @@ class Snapshots:
     """Snapshots of one rank's state. Belongs to the training thread."""
 
     def __init__(
-        self, state: State, supply: ArenaSupply, stager: Stager, *, rank: int, world: int, check_replicas: bool = False
+        self, state: State, supply: ArenaSupply, stager: Stager, rank: int, world: int, *, check_replicas: bool = False
     ) -> None:
         self._state = state
         self._supply = supply

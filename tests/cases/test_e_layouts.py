@@ -12,7 +12,7 @@ from torch import nn
 
 from ckptd.errors import MismatchError
 from ckptd_client import Checkpointer
-from ckptd_client.restore import Restored
+from ckptd_client.restored import Restored
 from tests.client.conftest import Daemon
 from tests.ranks.conftest import RankError, Ranks
 

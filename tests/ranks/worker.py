@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ckptd.storage import Backend
 from ckptd_client import Checkpointer, Keep, Save, supply
-from ckptd_client.restore import Restored
+from ckptd_client.restored import Restored
 from tests.client.conftest import Training
 
 if TYPE_CHECKING:

@@ -17,18 +17,18 @@ from ckptd.format.names import element, join, segment
 from ckptd.format.tree import Path
 from ckptd.limits import NAME_BYTES_MAX, TREE_DEPTH_MAX
 from ckptd_client.capture.contents import Contents, decode_tree
-from ckptd_client.capture.flat import FlatPartition, FlatSlice, FlatSource
+from ckptd_client.capture.flat import FlatPartition, FlatSource
 from ckptd_client.capture.holdings import Declared, Holdings, Known, Parameter
 from ckptd_client.capture.leaves import Leaf, Leaves, Structure
 from ckptd_client.capture.module import ModuleSource
-from ckptd_client.capture.objects import ObjectSource, Reshapes, keeps_state
-from ckptd_client.capture.optimizer import OptimizerSource, is_plain_optimizer, partitioned_optimizer
+from ckptd_client.capture.objects import Reshapes, keeps_state
+from ckptd_client.capture.optimizer import OptimizerSource
 from ckptd_client.capture.parts import Part
 from ckptd_client.capture.restore import Report, Restoring
 from ckptd_client.capture.rng import RNG, RngSource
-from ckptd_client.capture.scaler import ScalerSource, is_scaler
 from ckptd_client.capture.selection import EVERYTHING, NOTHING, Selection
 from ckptd_client.capture.shares import Placement
+from ckptd_client.capture.sources import flat_parameters, make_source, parameter_names
 from ckptd_client.capture.stored import Amount, Ranks, Stored
 from ckptd_client.capture.template import Template
 from ckptd_client.capture.values import Build, merge
@@ -155,7 +155,7 @@ class State:
         place = (path, id(value))
         known = self._sources.get(place) or self._last_sources.get(place)
         if known is None:
-            source = _make_source(value, path)
+            source = make_source(value, path)
             if source is None:
                 return None
             known = (value, source)  # holds the object, so that its id stays its own
@@ -186,8 +186,8 @@ class State:
         if versions != self._names_stand_for:
             self._names_stand_for = versions
             self._changes += 1
-            self._names = _parameter_names(modules)
-            self._flat_parameters = _flat_parameters(modules, partitions)
+            self._names = parameter_names(modules)
+            self._flat_parameters = flat_parameters(modules, partitions)
             self._known = {place: known for source in sources for place, known in source.known().items()}
 
     def place(self, placement: Placement) -> None:
@@ -324,46 +324,6 @@ class State:
                     self._state[name] = item
 
         restoring.build(lambda: {name: build() for name, build in builds.items()}, put)
-
-
-def _make_source(value: object, path: Path) -> Source | None:
-    if isinstance(value, torch.Tensor):
-        return None
-    if isinstance(value, nn.Module):
-        return ModuleSource(value, path)
-    if isinstance(value, FlatPartition):
-        return FlatSource(value, path)
-    inner = partitioned_optimizer(value)
-    if inner is not None:
-        return OptimizerSource(inner, path, partitioned=True)
-    if is_plain_optimizer(value):
-        return OptimizerSource(cast(torch.optim.Optimizer, value), path)
-    if is_scaler(value):
-        return ScalerSource(cast(GradScaler, value), path)
-    return ObjectSource(value, path) if keeps_state(value) else None
-
-
-def _parameter_names(modules: list[tuple[Path, ModuleSource]]) -> ParameterNames:
-    """The first name of each parameter, and where its module is."""
-    names: dict[int, tuple[Path, str]] = {}
-    for path, source in modules:
-        for name, parameter in source.parameter_names():
-            names.setdefault(id(parameter), (path, name))
-    return names
-
-
-def _flat_parameters(
-    modules: list[tuple[Path, ModuleSource]], partitions: list[tuple[Path, FlatSource]]
-) -> FlatParameters:
-    """Parameters that hold ranges of several, and what these are called."""
-    found: dict[int, tuple[Path, tuple[tuple[str, FlatSlice], ...]]] = {}
-    for path, partition in partitions:
-        slices = partition.partition.slices
-        found[id(partition.partition.buffer)] = (path, tuple((one.name, one) for one in slices))
-    for path, source in modules:
-        for parameter, named in source.flat_parameters():
-            found[id(parameter)] = (path, named)
-    return found
 
 
 def _rank() -> int:
