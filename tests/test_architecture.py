@@ -24,6 +24,7 @@ FUNCTION_LINES_MAX = 70
 LONGER_THAN_USUAL = {
     "backends/ckptd_backends/testing.py": "the conformance suite is read as one list of promises",
     "client/ckptd_client/checkpointer.py": "the one class of the API, and half of it is its contracts",
+    "client/ckptd_client/capture/state.py": "how the whole state is captured and restored stands side by side",
     "client/ckptd_client/capture/module.py": "how a module is walked, named and loaded has to be read together",
     "ckptd/wire/messages.py": "all messages stand side by side",
     "ckptd/format/records.py": "the records of the format stand side by side, as in its specification",
