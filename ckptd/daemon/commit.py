@@ -52,7 +52,7 @@ class Commit:
     """One checkpoint on its way to its manifest. The ranks of this daemon join it.
 
     Receipts have for each rank 190 bytes a tensor and 22 bytes a digest block: 3.2 GB for 16,384 ranks with a thousand
-    tensors. They pass through: of them :class:`Proving` keeps some MiB.
+    tensors. They pass through: see :class:`Proving` for what is kept of them.
     """
 
     def __init__(self, checkpoint: Checkpoint, patience: Patience, lost: Lost, *, resumed: bool) -> None:
@@ -177,8 +177,10 @@ class Commit:
         self.receipts.take(rank, data)
 
     async def _look_and_feed(self, rank: int) -> None:
+        if self.receipts.full:
+            await self.receipts.feed()  # as much as there is room for is read while the proof goes on
         await self._look_for(rank)
-        if self.receipts.full or self.receipts.waits_for(rank):
+        if self.receipts.waits_for(rank):
             await self.receipts.feed()
 
     async def _read(self, rank: int) -> bytes:
