@@ -85,7 +85,7 @@ class Proving:
         some are missing. Raises what the proof finds; after an error of ``read`` it can be called again."""
         while True:
             async with self._turn:
-                if self._prover is None and not (self.full or self.complete):
+                if self._prover is None and not (self._large or self.complete):
                     return
                 try:
                     await self._feed(await self._begun())
