@@ -204,6 +204,13 @@ def of_another_launch(data: bytes) -> bytes:
     return encode(msgspec.structs.replace(receipt, snapshot=msgspec.Raw(encode(snapshot))))
 
 
+def test_rank_0s_daemon_has_the_longer_the_more_there_is_to_prove() -> None:
+    patience = Patience(commit_seconds=1800, takeover_seconds=15)
+    assert 15 <= patience.before_takeover(10_000) <= 31
+    assert 300 <= patience.before_takeover(3_200_000_000) <= 700
+    assert 465 <= patience.before_takeover(10**15) <= 930
+
+
 # A prover that dies
 
 
