@@ -47,6 +47,7 @@ from ckptd.format.records import (
 )
 from ckptd.format.records import Run as RunRecord
 from ckptd.limits import BLOCK_BYTES_WRITTEN, MANIFEST_BYTES_MAX, PAGE_BYTES
+from ckptd.storage import ObjectInfo
 from ckptd_backends.memory import MemoryBackend
 from ckptd_backends.wrappers.base import Wrapper
 
@@ -152,6 +153,12 @@ class Simulated(Wrapper):
         self.requests = self.bytes_read = 0
         self.making_seconds = 0.0
         """Of receipts, which no real store does."""
+
+    async def head(self, key: str) -> ObjectInfo:
+        self.requests += 1
+        if key in self._ranks:
+            return ObjectInfo(key, len(self._world.receipt(self._ranks[key])), 0.0)
+        return await super().head(key)
 
     async def get(self, key: str, *, limit_bytes: int) -> bytes:
         rank = self._ranks.get(key)

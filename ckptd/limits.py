@@ -74,7 +74,8 @@ AGREEMENT_SECONDS = 300.0
 COMMIT_SECONDS = 1800.0
 """How long a commit waits for the receipts of other ranks before the save is given up and reported."""
 COMMIT_TAKEOVER_SECONDS = 15.0
-"""How long the daemons of other ranks wait for rank 0's to commit before they do it, plus jitter."""
+"""How long the daemons of other ranks wait for rank 0's to commit before they do it, plus jitter, and plus a tenth of a
+second for each MB of receipts."""
 IDLE_EXIT_SECONDS = 3600.0
 """A daemon that a client started ends itself after so long without clients and without work."""
 TOMBSTONE_SECONDS = 2 * COMMIT_SECONDS

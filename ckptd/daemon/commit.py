@@ -32,6 +32,8 @@ POLL_SECONDS_FIRST = 0.05
 POLL_SECONDS_MAX = 2.0
 POLL_SECONDS_MAX_OTHERS = 10.0
 """For daemons that are not rank 0's: many of them may ask the same store."""
+PROOF_SECONDS_PER_BYTE = 1e-7
+"""Of receipts. Three times what a core needs that does nothing else."""
 RECEIPTS_IN_FLIGHT = 16
 OBJECTS_IN_FLIGHT = 4
 """Parts of an index may have some MiB each."""
@@ -47,12 +49,18 @@ class Patience:
     commit_seconds: float
     takeover_seconds: float
 
+    def before_takeover(self, receipts_bytes: int) -> float:
+        """How many seconds rank 0's daemon has for a commit with so many bytes of receipts, at random: else all daemons
+        of a large world would read and prove all of it while rank 0's is still at it."""
+        proof_seconds = min(receipts_bytes * PROOF_SECONDS_PER_BYTE, self.commit_seconds / 4)
+        return (self.takeover_seconds + proof_seconds) * random.uniform(1, 2)
+
 
 class Commit:
     """One checkpoint on its way to its manifest. The ranks of this daemon join it.
 
     Receipts have for each rank 190 bytes a tensor and 22 bytes a digest block: 3.2 GB for 16,384 ranks with a thousand
-    tensors. They pass through: of them :class:`Proving` keeps some MiB.
+    tensors. They pass through: see :class:`Proving` for what is kept of them.
     """
 
     def __init__(self, checkpoint: Checkpoint, patience: Patience, lost: Lost, *, resumed: bool) -> None:
@@ -63,6 +71,8 @@ class Commit:
         """Whether rank 0 is here, or nobody else is there to do it."""
         self._offered: set[int] = set()
         """Where each node has a disk of its own: ranks whose receipts the other nodes can see."""
+        self._own_bytes = 0
+        """Of the largest receipt from here: the others' will be much like it."""
         self._patience = patience
         self._lost = lost
         self._resumed = resumed
@@ -70,6 +80,7 @@ class Commit:
 
     def join(self, rank: int, receipt: bytes | None) -> None:
         """The receipt of a rank of this daemon is durable. ``None``: in its place, whatever it is."""
+        self._own_bytes = max(self._own_bytes, len(receipt or b""))
         self.receipts.take(rank, receipt)
         self.skipped.pop(rank, None)
         self.leads = self.leads or rank == 0
@@ -124,7 +135,8 @@ class Commit:
             self._judge()
             # Before rank 0's receipt is there, its daemon is not late.
             if turn_seconds is None and 0 in self.receipts.there:
-                turn_seconds = time.monotonic() + self._patience.takeover_seconds * random.uniform(1, 2)
+                expected_bytes = self._own_bytes * checkpoint.world
+                turn_seconds = time.monotonic() + self._patience.before_takeover(expected_bytes)
             if turn_seconds is not None and time.monotonic() >= turn_seconds:
                 log.info("rank 0's daemon has not committed %s: taking over", checkpoint)
                 return False
@@ -177,8 +189,10 @@ class Commit:
         self.receipts.take(rank, data)
 
     async def _look_and_feed(self, rank: int) -> None:
+        if self.receipts.full:
+            await self.receipts.feed()  # as much as there is room for is read while the proof goes on
         await self._look_for(rank)
-        if self.receipts.full or self.receipts.waits_for(rank):
+        if self.receipts.waits_for(rank):
             await self.receipts.feed()
 
     async def _read(self, rank: int) -> bytes:

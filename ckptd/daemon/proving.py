@@ -15,9 +15,10 @@ from ckptd.format.proof import Commit
 
 log = logging.getLogger(__name__)
 
-HELD_BYTES_MAX = PROCESS_BYTES_MIN
-"""Of receipts that wait for those of the ranks before them. What comes beyond is read when it is its turn. The proof
-begins when so much is there, or all: where all fits and the ranks are few, a thread is enough."""
+HELD_BYTES_FULL = PROCESS_BYTES_MIN
+"""Of receipts that wait for those of the ranks before them. The proof begins when so much is there, or all: where all
+fits and the ranks are few, a thread is enough. Then nothing more is read out of turn, and of what is being read as much
+again is kept."""
 READ_AHEAD = 16
 """Receipts that are read at the same time, once it is their turn."""
 PROVERS_MAX = 3
@@ -27,8 +28,8 @@ PROVERS_MAX = 3
 class Proving:
     """Takes in receipts in any order, and proves them in order of rank.
 
-    Memory: :data:`HELD_BYTES_MAX`, at most :data:`READ_AHEAD` receipts beyond, one byte a rank, and for few ranks with
-    little the proof itself. A prover that is killed is followed by another, which begins anew.
+    Memory: twice :data:`HELD_BYTES_FULL`, at most :data:`READ_AHEAD` receipts beyond, a few bytes a rank, and the proof
+    itself where it is a small one. A prover that is killed is followed by another, which begins anew.
     """
 
     def __init__(self, world: int, read: Callable[[int], Awaitable[bytes]]) -> None:
@@ -41,7 +42,7 @@ class Proving:
         self._held_bytes = 0
         self._prover: Prover | None = None
         self._large = False
-        """It has been full."""
+        """There is more than fits."""
         self._provers = 0
         self._fed = 0
         """Ranks below it are in the proof."""
@@ -54,7 +55,10 @@ class Proving:
         if rank in self.there:
             return
         self.there.add(rank)
-        if data is not None and not self.full:
+        if data is None:
+            return
+        self._large = self._large or self._held_bytes + len(data) >= HELD_BYTES_FULL
+        if self._held_bytes + len(data) <= 2 * HELD_BYTES_FULL:
             self._held[rank] = data
             self._held_bytes += len(data)
 
@@ -64,8 +68,8 @@ class Proving:
 
     @property
     def full(self) -> bool:
-        """Whether receipts that come out of their turn are not kept."""
-        return self._held_bytes >= HELD_BYTES_MAX
+        """Whether to read no more out of turn."""
+        return self._held_bytes >= HELD_BYTES_FULL
 
     @property
     def complete(self) -> bool:
@@ -81,7 +85,7 @@ class Proving:
         some are missing. Raises what the proof finds; after an error of ``read`` it can be called again."""
         while True:
             async with self._turn:
-                if self._prover is None and not (self.full or self.complete):
+                if self._prover is None and not (self._large or self.complete):
                     return
                 try:
                     await self._feed(await self._begun())
@@ -92,7 +96,6 @@ class Proving:
 
     async def _begun(self) -> Prover:
         if self._prover is None:
-            self._large = self._large or self.full
             self._prover = await start_prover(self._world, large=self._large)
         return self._prover
 
