@@ -349,13 +349,16 @@ class ZeroOneTraining:
     def values(self) -> dict[str, str]:
         """A digest of every value, whole, by name. All ranks call it together."""
         found: dict[str, object] = {f"model/{name}": value for name, value in self.model.state_dict().items()}
-        lines = {"masters": self.masters.buffer, **self.optimizer.state[self.masters.buffer]}
-        steps = lines.pop("step")
-        for field, share in lines.items():
-            whole = self._whole(share)
+        buffer = self.masters.buffer
+        state = self.optimizer.state.get(buffer, {})  # a rank with nothing but padding may have none
+        for field in ("masters", "exp_avg", "exp_avg_sq"):
+            whole = self._whole(buffer if field == "masters" else state.get(field, torch.full_like(buffer, torch.nan)))
             for name, parameter, start in self._starts:
                 found[f"{field}/{name}"] = whole[start : start + parameter.numel()].clone()
-        found["step"] = steps
+        steps: list[Any] = [None] * self.world
+        if self.world > 1:
+            dist.all_gather_object(steps, state.get("step"))
+        found["step"] = sorted({float(step) for step in (*steps, state.get("step")) if step is not None})
         found["group"] = {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
         return {name: digest(value) for name, value in found.items()}
 
