@@ -20,11 +20,12 @@ from ckptd_client.restored import Restored
 from tests.client.conftest import Training
 
 if TYPE_CHECKING:
+    from tests.ranks.flat import FlatTraining, ZeroOneTraining
     from tests.ranks.layouts import LayoutTraining, RowsTraining
     from tests.ranks.models import ParallelTraining
     from tests.ranks.odd import OddTraining
 
-    Digested = LayoutTraining | RowsTraining | OddTraining
+    Digested = LayoutTraining | RowsTraining | OddTraining | FlatTraining | ZeroOneTraining
 
 IDLE_SECONDS = supply.IDLE_SECONDS
 
@@ -66,6 +67,7 @@ class Worker:
         node: str = "",
         kind: str = "",
         layout: str = "",
+        flat: str = "",
         odd: str = "",
         of: dict[str, Any] | None = None,
         width: int = 16,
@@ -75,9 +77,9 @@ class Worker:
         **options: Any,
     ) -> dict[str, Any]:
         """A new training and checkpointer of this rank. ``kind``: see :mod:`tests.ranks.models`; ``layout``: see
-        :mod:`tests.ranks.layouts`; ``odd``: see :mod:`tests.ranks.odd`; ``of``: what these are told; with a ``seed``
-        all ranks train the very same. ``node``: what its machine is called. ``idle_seconds``: how long a restore waits
-        for saves in flight."""
+        :mod:`tests.ranks.layouts`; ``flat``: see :mod:`tests.ranks.flat`; ``odd``: see :mod:`tests.ranks.odd`;
+        ``of``: what these are told; with a ``seed`` all ranks train the very same. ``node``: what its machine is
+        called. ``idle_seconds``: how long a restore waits for saves in flight."""
         os.environ["CKPTD_NODE"] = node
         supply.IDLE_SECONDS = idle_seconds
         if kind:
@@ -88,6 +90,10 @@ class Worker:
             from tests.ranks.layouts import training
 
             self.training = training(layout, **(of or {}))
+        elif flat:
+            from tests.ranks.flat import training as flat_training
+
+            self.training = flat_training(flat, **(of or {}))
         elif odd:
             from tests.ranks.odd import OddTraining
 
@@ -168,6 +174,13 @@ class Worker:
         assert isinstance(self.training, OddTraining)
         optimizer = self.training.optimizer
         optimizer.state[optimizer.param_groups[0]["params"][-1]][field] += 1
+        return {}
+
+    def shift_element(self, name: str) -> dict[str, Any]:
+        """Change one element of what this rank holds of a parameter."""
+        with torch.no_grad():
+            parameter: Any = self.training.model.get_parameter(name)
+            parameter.to_local().view(-1)[0] += 1
         return {}
 
     def values(self) -> dict[str, Any]:

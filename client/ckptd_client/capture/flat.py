@@ -41,6 +41,11 @@ class FlatSlice:
         return self.stop - self.start
 
     @property
+    def elsewhere(self) -> bool:
+        """Whether the tensor has elements, and this rank none of them."""
+        return self.start == self.stop and 0 not in self.shape
+
+    @property
     def flat(self) -> Flat:
         return Flat(tuple(self.shape), Span(self.start, self.stop))
 

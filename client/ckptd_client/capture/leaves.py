@@ -169,7 +169,7 @@ class Leaves:
         self._held = [self._part(name, tensor) for name, tensor in zip(names, tensors, strict=True)]
         self._known = [local_of(tensor).detach() for tensor in tensors]
         self.parts = Parts(names, self._held)
-        self._tie()
+        self._tie(tensors)
         self._lay_out()
         self.notices = tuple(
             f"{name}: a parameter without elements"
@@ -179,11 +179,15 @@ class Leaves:
         description: list[object] = [*map(_describe, self.leaves), self.aliases]
         self.structure = last if last.description == description else Structure(description)
 
-    def _tie(self) -> None:
-        """Find the tensors that are the same memory."""
+    def _tie(self, tensors: list[torch.Tensor]) -> None:
+        """Find the tensors that are the same memory; where other ranks have all of their elements, the same object."""
+        without_memory: dict[int, int] = {}
         for i, (name, part) in enumerate(zip(self._names, self._held, strict=True)):
             memory = _memory(part) if self._holdings.may_be_tied(name) else None
-            first = self._owner.setdefault(memory, i) if memory is not None else i
+            if memory is not None:
+                first = self._owner.setdefault(memory, i)
+            else:
+                first = without_memory.setdefault(id(tensors[i]), i) if _is_elsewhere(part) else i
             self._first.append(first)
             if first != i:
                 self.aliases[name] = self._names[first]
@@ -229,6 +233,10 @@ def _memory(part: Part) -> Memory | None:
     place = (part.shape, part.box, part.span)
     bits = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), bits, place
+
+
+def _is_elsewhere(part: Part) -> bool:
+    return not part.local.numel() and 0 not in part.shape
 
 
 def _refuse_unsavable(name: str, tensor: torch.Tensor) -> None:

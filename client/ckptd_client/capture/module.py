@@ -102,9 +102,14 @@ class ModuleSource(Source):
             yield from zip(self._flat_names[id(flat.parameter)], flat.originals, strict=False)
 
     def flat_parameters(self) -> Iterator[tuple[nn.Parameter, tuple[tuple[str, FlatSlice], ...]]]:
-        """Flat parameters, and the canonical name and place of each original one in it."""
+        """Flat parameters, and the canonical name and place of each original one in it; and original ones of which this
+        rank has no element."""
         for flat in self._flats:
-            yield flat.parameter, tuple(zip(self._flat_names[id(flat.parameter)], flat.slices, strict=True))
+            named = tuple(zip(self._flat_names[id(flat.parameter)], flat.slices, strict=True))
+            yield flat.parameter, named
+            for original, one in zip(flat.originals, named, strict=False):
+                if one[1].elsewhere:
+                    yield original, (one,)
 
     def known(self) -> dict[int, Known]:
         """What the module says of its tensors and parameters, by their ids."""

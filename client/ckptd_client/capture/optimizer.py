@@ -38,15 +38,21 @@ class OptimizerSource(Source):
     """A :class:`torch.optim.Optimizer` that keeps its state where torch's own do.
 
     Its tree has ``state``, by parameter; ``param_groups``, a list of the groups' fields without their parameters; and
-    ``members``, of each parameter the number of its group. So where ranks have other parameters, the dicts of all of
-    them unite, and the lists are equal.
+    ``members``, of each parameter of which this rank has any element the number of its group. So where ranks have other
+    parameters, the dicts of all of them unite, and the lists are equal; and a rank that has come to have more than it
+    had knows that it has to look at what others saved.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, path: Path, *, partitioned: bool = False) -> None:
-        """``partitioned``: other ranks keep the state of other parameters, whoever has the parameters themselves."""
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, path: Path, *, shared_out_by: torch.optim.Optimizer | None = None
+    ) -> None:
+        """``shared_out_by``: the one that keeps this rank's share of its state in ``optimizer``. Its groups count: at
+        each step it hands their fields on."""
         self.optimizer = optimizer
         self._path = path
-        self.partitioned = partitioned
+        self._front = shared_out_by or optimizer
+        self.partitioned = shared_out_by is not None
+        """Other ranks keep the state of other parameters, whoever has the parameters themselves."""
         self._parameters: list[torch.Tensor] = []
         self._named_by: tuple[ParameterNames, FlatParameters] = ({}, {})
         self._keys: list[list[Key]] = []  # by group, what each parameter is called
@@ -77,7 +83,9 @@ class OptimizerSource(Source):
                 entries |= self._taken_apart(i, parameter, entry)
             else:
                 entries[key] = entry
-        fields = [{name: value for name, value in group.items() if name not in _DERIVED} for group in groups]
+        fields = [
+            {name: value for name, value in group.items() if name not in _DERIVED} for group in self._front.param_groups
+        ]
         members = [
             ["state", self._state.walk(walk, entries)],
             ["param_groups", self._groups.walk(walk, fields)],
@@ -134,23 +142,25 @@ class OptimizerSource(Source):
         self._parameters, self._named_by = parameters, named_by
         self._keys = [_own_keys(number, group, names) for number, group in enumerate(groups)]
         self._slices = [walk.flat_parameters.get(id(parameter), ((), ()))[1] for parameter in parameters]
-        if _repeated(self._member_keys()):  # modules that share names
+        if _repeated(self._all_keys()):  # modules that share names
             for group, keys in zip(groups, self._keys, strict=True):
                 for i, parameter in enumerate(group["params"]):
                     if id(parameter) in names:
                         path, name = names[id(parameter)]
                         keys[i] = join((*path, name))
             self._slices = [_with_path(walk.flat_parameters.get(id(parameter))) for parameter in parameters]
-        if twice := _repeated(self._member_keys()):
+        if twice := _repeated(self._all_keys()):
             raise StateError(f"{join(self._path)}: two parameters are called {twice[0]}")
         self._flat_keys = [key for of_group in self._keys for key in of_group]
-        members = {key: number for number, of_group in enumerate(self._member_keys()) for key in of_group}
+        members = {key: number for number, of_group in enumerate(self._all_keys()) for key in of_group}
+        for key in (key for slices in self._slices for key, one in slices if one.elsewhere):
+            del members[key]
         self._members = walk.value(members, (*self._path, "members"))
         self._ranges = [tuple(one for _, one in slices) for slices in self._slices]
         self._views = {}
         self.version += 1
 
-    def _member_keys(self) -> list[list[Key]]:
+    def _all_keys(self) -> list[list[Key]]:
         """By group, what is in it: in the place of a flat parameter the ones that it consists of."""
         found: list[list[Key]] = []
         slices = iter(self._slices)
@@ -161,8 +171,8 @@ class OptimizerSource(Source):
         return found
 
     def prepare(self, saved: object, restoring: Restoring) -> None:
-        names = self._named_by[0]
-        OptimizerRestore(self.optimizer, self._path, self._keys, self._slices, names, restoring).prepare(saved)
+        names, fields = self._named_by[0], self._front.param_groups
+        OptimizerRestore(self.optimizer, fields, self._path, self._keys, self._slices, names, restoring).prepare(saved)
 
 
 def _own_keys(number: int, group: dict[str, Any], names: ParameterNames) -> list[Key]:

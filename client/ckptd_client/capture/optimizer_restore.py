@@ -34,16 +34,19 @@ class OptimizerRestore:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
+        fields: list[Group],
         path: Path,
         keys: list[list[Key]],
         slices: list[tuple[tuple[Key, FlatSlice], ...]],
         names: ParameterNames,
         restoring: Restoring,
     ) -> None:
-        """``keys``: by group, what each parameter is called. ``slices``: by parameter, of all groups one behind the
-        other, what a flat one consists of. ``names``: of the parameters in their modules."""
+        """``fields``: the groups whose fields count. ``keys``: by group, what each parameter is called. ``slices``: by
+        parameter, of all groups one behind the other, what a flat one consists of. ``names``: of the parameters in
+        their modules."""
         self._names = names
         self._optimizer = optimizer
+        self._fields = fields
         self._path = path
         self._restoring = restoring
         self._parameters: list[list[tuple[torch.Tensor, Key, tuple[tuple[Key, FlatSlice], ...]]]] = []
@@ -53,9 +56,11 @@ class OptimizerRestore:
             self._parameters.append([(parameter, key, next(flat)) for parameter, key in parameters])
 
     def _keys(self, number: int) -> list[Key]:
-        """What is in a group: in the place of a flat parameter the ones that it consists of."""
-        found = self._parameters[number]
-        return [key for _, own, slices in found for key in ([name for name, _ in slices] or [own])]
+        """What is in a group: in the place of a flat parameter the ones of which it has elements."""
+        found: list[Key] = []
+        for _, key, slices in self._parameters[number]:
+            found += [name for name, one in slices if not one.elsewhere] if slices else [key]
+        return found
 
     def _live(self) -> Live:
         """The parameters of modules that are not in flat ones."""
@@ -77,7 +82,7 @@ class OptimizerRestore:
         common = set(self._restoring.common(live, of_group, (*self._path, "state")))
         for number, group in enumerate(self._optimizer.param_groups):
             found = [key for key in self._keys(number) if key in common]
-            self._prepare_group(number, group, found, of_group, cast("list[Group]", groups))
+            self._prepare_group(number, self._fields[number], found, of_group, cast("list[Group]", groups))
             for parameter, key, slices in self._parameters[number]:
                 if slices:
                     self._prepare_flat(parameter, [each for each in slices if each[0] in common], entries, group)

@@ -27,7 +27,7 @@ def make_source(value: object, path: Path) -> Source | None:
         return FlatSource(value, path)
     inner = partitioned_optimizer(value)
     if inner is not None:
-        return OptimizerSource(inner, path, partitioned=True)
+        return OptimizerSource(inner, path, shared_out_by=cast(torch.optim.Optimizer, value))
     if is_plain_optimizer(value):
         return OptimizerSource(cast(torch.optim.Optimizer, value), path)
     if is_scaler(value):
