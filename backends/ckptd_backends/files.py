@@ -6,6 +6,7 @@ after ``fsync`` of their file, names after ``fsync_directory`` of the folder the
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import errno
 import fcntl
@@ -83,6 +84,15 @@ class Files:
 
     async def read_small(self, path: str, limit_bytes: int) -> bytes:
         """The first ``limit_bytes`` of a file, all of it where it is smaller, without blocking the event loop."""
+        reading = asyncio.ensure_future(self._read_small(path, limit_bytes))
+        try:
+            return await asyncio.shield(reading)
+        finally:
+            if not reading.done():  # cancelled: a file that is being opened by a thread would stay open
+                await asyncio.wait([reading])
+                reading.exception()
+
+    async def _read_small(self, path: str, limit_bytes: int) -> bytes:
         async with aiofiles.open(path, "rb", opener=lambda path, _: self.open(path)) as file:
             return await file.read(limit_bytes)
 

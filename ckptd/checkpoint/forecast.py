@@ -71,8 +71,9 @@ async def forecast(reader: CheckpointReader, world: int, sharding: Sharding, *, 
     costs: list[Cost] = []
     any_wanted = bool(entries)
     for rank in range(1 if alike else world):
-        wants = [await _share(reader, entry, rank, world, sharding) for entry in entries]
-        wants += await _own(reader, rank, only) if same else []
+        own = await _own(reader, rank, only) if same else []
+        owned = {want.name for want in own}  # each rank takes its own up again, also where all are equal
+        wants = own + [await _share(reader, e, rank, world, sharding) for e in entries if e.name not in owned]
         any_wanted |= bool(wants)
         for holder in {piece.rank for want in wants for piece in want.pieces} - blocks.keys():
             blocks[holder] = await reader.block_bytes(holder)

@@ -133,14 +133,14 @@ def test_nothing_draws_from_the_trainings_random_numbers(
 ) -> None:
     """Neither waiting for a daemon that is not there yet, nor coming back to one that was killed."""
     here = own_daemon()
-    training = Training()
+    state = {"x": torch.zeros(3)}
     before = random.getstate(), np.random.get_state(legacy=True)[1].tolist(), torch.get_rng_state().tolist()
     here.kill()
-    ckpt = open_ckpt(tmp_run, training.state, socket=here.socket)
+    ckpt = open_ckpt(tmp_run, state, socket=here.socket)
     ckpt.restore()
-    ckpt.save(1).wait()
+    ckpt.save(1).wait(timeout=60)
     here.kill()
-    ckpt.save(2).wait()
+    ckpt.save(2).wait(timeout=60)
     ckpt.close()
     here.kill()
     after = random.getstate(), np.random.get_state(legacy=True)[1].tolist(), torch.get_rng_state().tolist()
