@@ -45,7 +45,7 @@ def rot(url: str, step: int) -> None:
 def test_a_lost_disk_restores_from_the_next_tier_and_is_the_runs_again(own_daemon: Start, tmp_path: Path) -> None:
     daemon, (near, far), training = own_daemon(), places(tmp_path), Training()
     train([near, Tier(far, keep=Keep(last=2))], training, 1, 3, socket=daemon.socket, keep=Keep(last=50))
-    wait_until(lambda: committed(far) == [2, 3], "the copies", deadline_seconds=20)
+    wait_until(lambda: 3 in committed(far), "the newest copy", deadline_seconds=20)
     daemon.kill()
     shutil.rmtree(tmp_path / "near")
     daemon.start()
