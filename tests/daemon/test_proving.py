@@ -82,9 +82,12 @@ async def check_committed(store: Backend, receipts: list[bytes]) -> None:
 
 
 def provers(process: int) -> list[psutil.Process]:
-    return [
-        child for child in psutil.Process(process).children() if "ckptd.checkpoint.prover" in " ".join(child.cmdline())
-    ]
+    found: list[psutil.Process] = []
+    for child in psutil.Process(process).children():
+        with contextlib.suppress(psutil.Error):  # ended meanwhile, or a daemon of an earlier test
+            if "ckptd.checkpoint.prover" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 # The same commit, whichever way
