@@ -23,6 +23,7 @@ from ckptd_client.blocking import run_blocking
 from ckptd_client.capture import Prepared, State
 from ckptd_client.capture.nodes import node_at
 from ckptd_client.capture.restore import refuse_unexpected
+from ckptd_client.capture.stored import Stored
 from ckptd_client.committed import CommittedCheckpoint
 from ckptd_client.decision import in_words, is_newer, judged, listed, usable
 from ckptd_client.gather import Scratch
@@ -252,9 +253,7 @@ class Restorer:
         try:
             ranks = self._agreement
             checkpoint = HeldCheckpoint(held, self._roots[0], rank=ranks.rank, world=ranks.world, scratch=self._scratch)
-            return self._state.prepare(
-                checkpoint, strict=self._wish.strict, selection=self._wish.selection, cast_=self._wish.cast
-            )
+            return self._fitted(checkpoint)
         except UNPROVEN as error:
             unused.append(first_line(error))
             _log.warning("not restored from memory: %s", unused[-1])
@@ -275,14 +274,17 @@ class Restorer:
                 scratch=self._scratch,
                 each_ranks=each_ranks,
             ) as checkpoint:
-                return self._state.prepare(
-                    checkpoint, strict=self._wish.strict, selection=self._wish.selection, cast_=self._wish.cast
-                )
+                return self._fitted(checkpoint)
 
         found = from_nearest(self._roots, read)
         for snapshot in held.values():
             snapshot.check_still_there()
         return found
+
+    def _fitted(self, checkpoint: Stored) -> Prepared:
+        """A checkpoint, wherever it lies, checked against the live state and read as far as it is wished for."""
+        wish = self._wish
+        return self._state.prepare(checkpoint, strict=wish.strict, selection=wish.selection, cast_=wish.cast)
 
     def _vote(self, attempt: _Attempt) -> dict[str, Any]:
         unexpected = attempt.prepared.report.unexpected if attempt.prepared is not None else ()
