@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from devtools.processes import kill_group
-from tests.client.conftest import daemon, own_daemon
+from tests.client.conftest import Daemon, daemon, own_daemon
 from tests.conftest import OURS
 
 __all__ = ["daemon", "own_daemon"]
@@ -164,8 +164,8 @@ def others(private_folders: Path) -> Iterator[Ranks]:
 
 
 @pytest.fixture
-def ranks(workers: list[Rank]) -> Iterator[Ranks]:
-    """A world for one test."""
+def ranks(workers: list[Rank], own_daemon: Callable[..., Daemon]) -> Iterator[Ranks]:
+    """A world for one test. It leaves before the test's own daemons do: a rank waits for a daemon that is gone."""
     found = Ranks(workers)
     yield found
     for worker in workers:
