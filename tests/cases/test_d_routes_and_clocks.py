@@ -134,7 +134,7 @@ async def test_r104_a_wrong_clock_is_reported_with_both_times(
 
 async def test_r105_as_many_connections_as_threads(proxy: FaultProxy, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    async with opened(proxy, inflight_max=32) as store:
+    async with opened(proxy, inflight_max=32, no_progress_seconds=20) as store:
         for key in ("x", "y"):
             await asyncio.gather(*(store.put(f"{key}/{number}", b"small") for number in range(64)))
             await asyncio.gather(*(content(store, f"{key}/{number}", 5) for number in range(64)))
