@@ -168,13 +168,13 @@ def test_r182_the_time_of_a_save_is_told_by_phase(own_daemon: Start, tmp_run: st
 
 
 def test_r25_thousands_of_tensors_with_few_descriptors(own_daemon: Start, tmp_run: str) -> None:
-    """100,000 tensors of 8 bytes, where a process may open 256 files: one arena, few descriptors."""
+    """20,000 tensors of 8 bytes, where a process may open 256 files: one arena, few descriptors."""
     daemon = own_daemon()
     code = f"""
 import resource, torch
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 from ckptd_client import Checkpointer
-state = {{"t": {{str(i): torch.full((2,), float(i)) for i in range(100_000)}}}}
+state = {{"t": {{str(i): torch.full((2,), float(i)) for i in range(20_000)}}}}
 with Checkpointer({tmp_run!r}, state, socket={str(daemon.socket)!r}, rng=False) as ckpt:
     ckpt.save(1).wait(timeout=100)
     for value in state["t"].values():
@@ -183,8 +183,8 @@ with Checkpointer({tmp_run!r}, state, socket={str(daemon.socket)!r}, rng=False) 
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=110)
     with open_checkpoint(tmp_run, 2) as view:
-        assert len(view) == 100_000
-        assert view["t/77777"].tensor().tolist() == [77778.0, 77778.0]
+        assert len(view) == 20_000
+        assert view["t/17777"].tensor().tolist() == [17778.0, 17778.0]
 
 
 def test_r26_the_plan_is_kept_until_the_structure_changes(open_ckpt: Open, tmp_run: str) -> None:
@@ -205,12 +205,12 @@ def test_r26_the_plan_is_kept_until_the_structure_changes(open_ckpt: Open, tmp_r
 
 
 def test_r01_a_tensor_over_2_gib_keeps_its_tail(own_daemon: Start, tmp_run: str) -> None:
-    """One tensor over 4 GiB, one slot, in a process of its own; read back piece by piece."""
+    """One tensor over 2 GiB, one slot, in a process of its own; read back piece by piece."""
     daemon = own_daemon()
     code = f"""
 import torch
 from ckptd_client import Checkpointer
-count = (4 << 30) // 4 + 1024
+count = (2 << 30) // 4 + 1024
 big = torch.arange(count, dtype=torch.int32)
 with Checkpointer({tmp_run!r}, {{"big": big}}, socket={str(daemon.socket)!r}, rng=False, slots=1) as ckpt:
     ckpt.save(1).wait(timeout=100)
@@ -218,6 +218,6 @@ with Checkpointer({tmp_run!r}, {{"big": big}}, socket={str(daemon.socket)!r}, rn
     subprocess.run([sys.executable, "-c", code], check=True, timeout=115)
     with open_checkpoint(tmp_run, 1) as view:
         count = view["big"].shape[0]
-        for start in (0, 2**29 - 512, 2**30 - 512, count - 1000):
+        for start in (0, 2**29 - 512, count - 1000):
             stop = min(start + 1000, count)
             assert torch.equal(view["big"][start:stop], torch.arange(start, stop, dtype=torch.int32))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -42,9 +42,9 @@ def test_interrupted_training_equals_one_that_never_imported_ckptd(tmp_path: Pat
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_go_on_together(tmp_path: Path, world: int) -> None:
+def test_ranks_go_on_together(tmp_path: Path) -> None:
     """Under torchrun and gloo: they commit together, and restore together from storage."""
+    world = 2
     url = tmp_path / "run"
     with stage(tmp_path / "s", str(url), {}, lambda: None) as first:
         first.start_daemon(FAST)
@@ -59,10 +59,7 @@ def test_ranks_go_on_together(tmp_path: Path, world: int) -> None:
         before, after = _losses(tmp_path / f"first.{rank}.jsonl"), _losses(tmp_path / f"second.{rank}.jsonl")
         assert list(before) == [1, 2, 3, 4, 5, 6]
         assert list(after) == [4, 5, 6]
-        # DDP sums in other buckets in its first backward; beyond two ranks the order of a sum shows in its last bit.
-        exact = (4, 5, 6) if world == 2 else (4,)
-        assert [after[step] for step in exact] == [before[step] for step in exact]
-        assert after == pytest.approx({step: before[step] for step in after}, rel=1e-5)
+        assert after == {step: before[step] for step in after}
 
 
 def _torchrun(world: int, url: Path, log: Path, socket: Path) -> None:
@@ -82,9 +79,10 @@ def _losses(path: Path) -> dict[int, float]:
     return {event["step"]: event["loss"] for event in found if event["event"] == "step"}
 
 
-def test_help_needs_no_run() -> None:
-    for module in ("examples.train", "examples.ddp", "examples.elastic", "examples.demo"):
-        argv = [sys.executable, "-m", module, "--help"]
-        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 0, done.stderr
-        assert module in done.stdout
+@pytest.mark.parametrize("module", ["examples.train", "examples.ddp", "examples.elastic", "examples.demo"])
+def test_help_needs_no_run(module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    assert end.value.code == 0
+    assert module in capsys.readouterr().out
