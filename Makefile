@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
+WORKERS ?= 3
 
 .PHONY: demo test check bench test-minio constraints clean
 .DEFAULT_GOAL := test
@@ -15,8 +16,9 @@ ARGS ?=
 demo: $(READY)  ## the main job end to end: train, kill, resume; local disk, then S3
 	$(BIN)/python -m examples.demo $(ARGS)
 
-test: check  ## all checks, then all tests; ARGS goes to pytest
-	$(BIN)/python -m pytest $(ARGS)
+# More workers than cores: much of a test is waiting. A file stays with one worker, and so do its servers and ranks.
+test: check  ## all checks, then all tests, in WORKERS processes; ARGS goes to pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -31,6 +31,8 @@ OURS = "CKPTD_TEST_OWNER"
 """An environment variable that every descendant of a test inherits, however far it has detached itself."""
 GOING_SECONDS = 5
 """How long what a test started may take to end after the test."""
+LONGEST = ("ranks/test_flat", "examples/", "ranks/", "test_readme", "test_bench", "client/", "daemon/", "cases/")
+"""What takes long, the longest first: how the names of its files begin, below this folder."""
 FOREIGN_FILES = ("/dev/", "/proc/", "/sys/", "/usr/", sys.prefix, sys.base_prefix)
 """Where libraries keep files open for good."""
 
@@ -41,7 +43,11 @@ Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what uses the S3 server, so that ``-m s3`` finds it; skip what needs a GPU where there is none."""
+    """Mark what uses the S3 server, so that ``-m s3`` finds it; skip what needs a GPU where there is none.
+
+    The longest files come first: where several processes share the tests, none is left with one of them at the end.
+    """
+    items.sort(key=lambda item: _place(item.path))
     for item in items:
         if {"s3_server", "own_s3_server"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("s3")
@@ -49,6 +55,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if needy and not _cuda():
         for item in needy:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _place(path: Path) -> int:
+    """The place of a file in the order of the suite; files of the same place stay as they were collected."""
+    name = os.path.relpath(path, Path(__file__).parent)
+    return next((place for place, start in enumerate(LONGEST) if name.startswith(start)), len(LONGEST))
 
 
 def _cuda() -> bool:
