@@ -6,8 +6,8 @@ failure to decide is an error on every rank, and so is a rank that does not answ
 
 from __future__ import annotations
 
-import contextlib
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -90,21 +90,33 @@ class TorchStore:
 
 
 class StorageStore:
-    """The run's own storage, for processes that share nothing but a launch id."""
+    """The run's own storage, for processes that share nothing but a launch id.
 
-    def __init__(self, root: Root, number: int) -> None:
+    Whatever was left there stays, so an earlier start of the same launch id must not be taken for this one: each value
+    carries a mark of the process that left it, and who finds a value of another process in its place refuses.
+    """
+
+    def __init__(self, root: Root, number: int, world: int) -> None:
         self._root = root
-        self._prefix = f"{AGREEMENT}{hex_digest(f'{root.launch}/{number}'.encode())}/"
+        # With the world: where it has grown, the new ranks would find answers and no value in their own place.
+        self._prefix = f"{AGREEMENT}{hex_digest(f'{root.launch}/{number}/{world}'.encode())}/"
+        self._mark = uuid.uuid4().bytes
 
     def put(self, key: str, value: bytes) -> None:
-        """See :class:`Store`."""
+        """See :class:`Store`. Raises :class:`ConfigError` where an earlier start has left one."""
 
         async def write() -> None:
-            with contextlib.suppress(AlreadyExists):
-                async with self._root.visit() as backend:
-                    await backend.put(self._prefix + key, value, if_absent=True)
+            async with self._root.visit() as backend:
+                await backend.put(self._prefix + key, self._mark + value, if_absent=True)
 
-        run_blocking(write())
+        try:
+            run_blocking(write())
+        except AlreadyExists:
+            if self._read(key) != self._mark + value:
+                raise ConfigError(
+                    f"{self._root.url}: an earlier start was also called {self._root.launch!r}",
+                    hint=f"give each start another {LAUNCH_VARIABLE}, the same on all ranks, such as job and attempt",
+                ) from None
 
     def get(self, key: str, deadline_seconds: float) -> bytes:
         """See :class:`Store`."""
@@ -115,7 +127,7 @@ class StorageStore:
                 wait=lambda state: backoff_seconds(state.attempt_number, 0.05, 0.5),
             ):
                 with attempt:
-                    return self._read(key)
+                    return self._read(key)[len(self._mark) :]
         except RetryError:
             pass
         raise DeadlineExceeded(f"no {key} in {self._root.url}")
@@ -123,7 +135,7 @@ class StorageStore:
     def peek(self, key: str) -> bytes | None:
         """See :class:`Store`."""
         try:
-            return self._read(key)
+            return self._read(key)[len(self._mark) :]
         except NotFound:
             return None
 
@@ -218,4 +230,4 @@ def open_agreement(topology: Topology, root: Root, name: str) -> Agreement:
             f"{topology.world} ranks have no way to agree: no process group, no torchrun, no launch id",
             hint=f"initialize torch.distributed first, or give each start a {LAUNCH_VARIABLE}, equal on all ranks",
         )
-    return Agreement(StorageStore(root, number), topology.rank, topology.world)
+    return Agreement(StorageStore(root, number, topology.world), topology.rank, topology.world)
