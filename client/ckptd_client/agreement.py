@@ -6,17 +6,26 @@ failure to decide is an error on every rank, and so is a rank that does not answ
 
 from __future__ import annotations
 
-import contextlib
 import time
+import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_delay
 
-from ckptd.errors import AlreadyExists, ConfigError, DeadlineExceeded, NotFound, first_line, from_fields, to_fields
+from ckptd.errors import (
+    AlreadyExists,
+    ConfigError,
+    DeadlineExceeded,
+    NotFound,
+    UsageError,
+    first_line,
+    from_fields,
+    to_fields,
+)
 from ckptd.format.digests import hex_digest
 from ckptd.format.keys import AGREEMENT
 from ckptd.jitter import backoff_seconds
@@ -90,21 +99,33 @@ class TorchStore:
 
 
 class StorageStore:
-    """The run's own storage, for processes that share nothing but a launch id."""
+    """The run's own storage, for processes that share nothing but a launch id.
 
-    def __init__(self, root: Root, number: int) -> None:
+    Whatever was left there stays, so an earlier start of the same launch id must not be taken for this one: each value
+    carries a mark of the process that left it, and who finds a value of another process in its place refuses.
+    """
+
+    def __init__(self, root: Root, number: int, world: int) -> None:
         self._root = root
-        self._prefix = f"{AGREEMENT}{hex_digest(f'{root.launch}/{number}'.encode())}/"
+        # With the world: where it has grown, the new ranks would find answers and no value in their own place.
+        self._prefix = f"{AGREEMENT}{hex_digest(f'{root.launch}/{number}/{world}'.encode())}/"
+        self._mark = uuid.uuid4().bytes
 
     def put(self, key: str, value: bytes) -> None:
-        """See :class:`Store`."""
+        """See :class:`Store`. Raises :class:`ConfigError` where an earlier start has left one."""
 
         async def write() -> None:
-            with contextlib.suppress(AlreadyExists):
-                async with self._root.visit() as backend:
-                    await backend.put(self._prefix + key, value, if_absent=True)
+            async with self._root.visit() as backend:
+                await backend.put(self._prefix + key, self._mark + value, if_absent=True)
 
-        run_blocking(write())
+        try:
+            run_blocking(write())
+        except AlreadyExists:
+            if self._read(key) != self._mark + value:
+                raise ConfigError(
+                    f"{self._root.url}: an earlier start was also called {self._root.launch!r}",
+                    hint=f"give each start another {LAUNCH_VARIABLE}, the same on all ranks, such as job and attempt",
+                ) from None
 
     def get(self, key: str, deadline_seconds: float) -> bytes:
         """See :class:`Store`."""
@@ -115,7 +136,7 @@ class StorageStore:
                 wait=lambda state: backoff_seconds(state.attempt_number, 0.05, 0.5),
             ):
                 with attempt:
-                    return self._read(key)
+                    return self._read(key)[len(self._mark) :]
         except RetryError:
             pass
         raise DeadlineExceeded(f"no {key} in {self._root.url}")
@@ -123,7 +144,7 @@ class StorageStore:
     def peek(self, key: str) -> bytes | None:
         """See :class:`Store`."""
         try:
-            return self._read(key)
+            return self._read(key)[len(self._mark) :]
         except NotFound:
             return None
 
@@ -148,50 +169,70 @@ class Agreement:
     def decide(self, topic: str, mine: Any, decide: Callable[[list[Any]], T]) -> T:
         """Every rank gives ``mine``; rank 0 alone calls ``decide`` with all of them, by rank; all get its result.
 
-        Values and result are plain JSON data. Raises on every rank what ``decide`` raised on rank 0, and
-        :class:`DeadlineExceeded` naming the ranks that did not answer.
+        ``mine``: plain JSON data as the result is, or a function that gives it, whose failure is everybody's. Raises on
+        every rank what that raised on any, or ``decide`` on rank 0; :class:`UsageError` where a rank puts another
+        question; and :class:`DeadlineExceeded` naming the ranks that did not answer.
         """
         self._asked += 1
-        key = f"{self._asked:04d}-{topic}"
+        key = f"{self._asked:04d}"
+        part: dict[str, Any] = {"topic": topic}
+        try:
+            part["value"] = mine() if callable(mine) else mine
+        except Exception as error:
+            self._leave(key, part | to_fields(error))
+            raise
         if self.rank != 0:
-            self.store.put(f"{key}-{self.rank:05d}.json", msgspec.json.encode(mine))
-            answer = self._await_answer(key)
+            self._leave(key, part)
+            answer = self._await_answer(key, topic)
             if "error" in answer:
                 raise from_fields(answer["error"], f"rank 0: {answer['message']}", answer["hint"])
             return cast(T, answer["result"])
         try:
-            result = decide(self._collect(key, mine))
+            result = decide(self._collect(key, topic, part["value"]))
         except Exception as error:
-            if self.world > 1:
-                self.store.put(f"{key}.json", msgspec.json.encode(to_fields(error)))
+            self._leave(key, to_fields(error))
             raise
-        if self.world > 1:
-            self.store.put(f"{key}.json", msgspec.json.encode({"result": result}))
+        self._leave(key, {"result": result})
         return result
 
-    def _collect(self, key: str, mine: Any) -> list[Any]:
+    def _leave(self, key: str, value: Mapping[str, Any]) -> None:
+        """This rank's part; of rank 0, the answer."""
+        if self.world > 1:
+            own = f"-{self.rank:05d}" if self.rank else ""
+            self.store.put(f"{key}{own}.json", msgspec.json.encode(value))
+
+    def _collect(self, key: str, topic: str, mine: Any) -> list[Any]:
         values = [mine]
         late: list[int] = []
         stop = time.monotonic() + self._deadline_seconds
         for rank in range(1, self.world):
             try:
                 left = max(stop - time.monotonic(), 0.0)
-                values.append(msgspec.json.decode(self.store.get(f"{key}-{rank:05d}.json", left)))
+                part = msgspec.json.decode(self.store.get(f"{key}-{rank:05d}.json", left), type=dict[str, Any])
             except DeadlineExceeded:
                 late.append(rank)
+                continue
+            if part["topic"] != topic:
+                raise UsageError(
+                    f"rank 0 is at {topic!r}, and rank {rank} at {part['topic']!r}",
+                    hint="all ranks call the same methods in the same order, for the same step",
+                )
+            if "error" in part:
+                raise from_fields(part["error"], f"rank {rank}: {part['message']}", part["hint"])
+            values.append(part["value"])
         if late:
             raise DeadlineExceeded(
-                f"ranks {late} did not answer {key!r} within {self._deadline_seconds:g} s",
+                f"ranks {late} did not answer {topic!r} within {self._deadline_seconds:g} s",
                 hint="do all ranks call the same methods in the same order?",
             )
         return values
 
-    def _await_answer(self, key: str) -> dict[str, Any]:
+    def _await_answer(self, key: str, topic: str) -> dict[str, Any]:
         # Rank 0 may use its whole time to wait for others before it can say so.
         try:
             data = self.store.get(f"{key}.json", self._deadline_seconds * 2)
         except DeadlineExceeded as error:
-            raise DeadlineExceeded(f"rank 0 did not answer {key!r}: {error.message}") from None
+            raise DeadlineExceeded(f"rank 0 did not answer {topic!r}: {error.message}") from None
         return msgspec.json.decode(data, type=dict[str, Any])
 
 
@@ -218,4 +259,4 @@ def open_agreement(topology: Topology, root: Root, name: str) -> Agreement:
             f"{topology.world} ranks have no way to agree: no process group, no torchrun, no launch id",
             hint=f"initialize torch.distributed first, or give each start a {LAUNCH_VARIABLE}, equal on all ranks",
         )
-    return Agreement(StorageStore(root, number), topology.rank, topology.world)
+    return Agreement(StorageStore(root, number, topology.world), topology.rank, topology.world)

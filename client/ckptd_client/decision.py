@@ -42,6 +42,11 @@ async def listed(roots: Sequence[Root], wanted: Selector, in_memory: list[Versio
     return [str(version) for version in (await candidates(roots, wanted, in_memory))[:CANDIDATES_MAX]]
 
 
+def all_names(of_ranks: list[list[str]]) -> list[str]:
+    """The names that any rank has."""
+    return sorted({name for names in of_ranks for name in names})
+
+
 def is_newer(text: str, candidates: Sequence[str]) -> bool:
     """Whether a version would have come before the first of the candidates."""
     version = parse_version(text)
@@ -56,6 +61,7 @@ def judged(votes: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "refusals": [vote["refusal"] for vote in votes if vote["refusal"] is not None],
         "unexpected": [name for name in votes[0]["unexpected"] if name in everywhere],
+        "everything": all(vote["everything"] for vote in votes),
         "sources": [vote["source"] for vote in votes],
         "unused": [reason for vote in votes for reason in vote["unused"]][:NOTICES_MAX],
     }

@@ -25,7 +25,7 @@ from ckptd_client.capture.nodes import node_at
 from ckptd_client.capture.restore import refuse_unexpected
 from ckptd_client.capture.stored import Stored
 from ckptd_client.committed import CommittedCheckpoint
-from ckptd_client.decision import in_words, is_newer, judged, listed, usable
+from ckptd_client.decision import all_names, in_words, is_newer, judged, listed, usable
 from ckptd_client.gather import Scratch
 from ckptd_client.held import HeldCheckpoint, HeldSnapshot, MemoryOffers
 from ckptd_client.nearest import UNPROVEN, Found, from_nearest, mark_verified
@@ -79,7 +79,7 @@ class Restorer:
 
     def restore(self) -> Restored:
         """See :meth:`ckptd_client.Checkpointer.restore`."""
-        reshaping = self._agreement.decide("reshaping", self._state.reshaping(), _all_names)
+        reshaping = self._agreement.decide(self._wish.words, self._state.reshaping, all_names)
         candidates = self._candidates()
         passed_over = list(self._unfinished)
         for text in candidates:
@@ -131,7 +131,7 @@ class Restorer:
         if self._wish.strict:
             refuse_unexpected(outcome["unexpected"])
         self._apply(prepared)
-        if self._wish.selection.everything and prepared.ranks.same:
+        if outcome["everything"] and prepared.ranks.same:
             mark_verified(self._agreement, self._roots, attempt.read_from, version)
         decided = in_words(version, prepared.ranks.saved_world, outcome["sources"])
         decision = "; ".join([decided, *outcome["unused"], *passed_over])
@@ -165,9 +165,10 @@ class Restorer:
 
     def _candidates(self) -> list[str]:
         """Versions in the order in which to try them; the same on all ranks."""
-        held = [[str(Version(o.step, o.generation)), o.run, o.world, o.rank] for o in self._offers.held()]
         self._run_id, self._in_memory, some = self._agreement.decide(
-            "offers", held, lambda all_held: run_blocking(usable(self._roots, all_held))
+            "offers",
+            lambda: [[str(Version(o.step, o.generation)), o.run, o.world, o.rank] for o in self._offers.held()],
+            lambda all_held: run_blocking(usable(self._roots, all_held)),
         )
         if not self._in_memory:
             # Somebody's snapshot is gone. What the daemons still write may become the newest checkpoint.
@@ -231,8 +232,10 @@ class Restorer:
                 raise each_ranks
             found = self._from_storage(version, held, each_ranks)
             return _Attempt(found.value, None, found.root, found.passed_over, tuple(unused))
-        except CkptdError as error:
+        except Exception as error:  # the user's own code runs here as well, and the others wait for this vote
             final = not isinstance(error, UNPROVEN)
+            if not isinstance(error, CkptdError):
+                _log.exception("the restore failed on this rank")
             return _Attempt(None, {"rank": self._agreement.rank, "final": final, **to_fields(error)})
 
     def _held(self, version: Version, unused: list[str]) -> dict[int, HeldSnapshot]:
@@ -292,9 +295,6 @@ class Restorer:
             "refusal": attempt.refusal,
             "source": attempt.source,
             "unexpected": list(unexpected),
+            "everything": self._wish.selection.everything,
             "unused": [f"rank {self._agreement.rank} not from memory: {reason}" for reason in attempt.unused],
         }
-
-
-def _all_names(of_ranks: list[list[str]]) -> list[str]:
-    return sorted({name for names in of_ranks for name in names})

@@ -49,3 +49,8 @@ class Wish:
     strict: bool = True
     selection: Selection = EVERYTHING
     cast: Selection = NOTHING
+
+    @property
+    def words(self) -> str:
+        """That in which all ranks must wish for the same."""
+        return f"restore(step={self.step!r}, required={self.required}, strict={self.strict})"

@@ -56,7 +56,8 @@ def _launcher_id() -> str:
     if environ.get("TORCHELASTIC_RUN_ID", "none") != "none":
         return f"{environ['TORCHELASTIC_RUN_ID']}#{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if "SLURM_JOB_ID" in environ:
-        return f"slurm-{environ['SLURM_JOB_ID']}#{environ.get('SLURM_RESTART_COUNT', '0')}"
+        attempt = f"{environ.get('SLURM_RESTART_COUNT', '0')}.{environ.get('SLURM_STEP_ID', '0')}"  # a step is one srun
+        return f"slurm-{environ['SLURM_JOB_ID']}#{attempt}"
     return ""
 
 
@@ -81,12 +82,14 @@ def torch_store() -> Any | None:
         return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     environ = os.environ
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "MASTER_ADDR" in environ:
-        from torch._C._distributed_c10d import TCPStore
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-        return TCPStore(
+        store = TCPStore(
             environ["MASTER_ADDR"],
             int(environ["MASTER_PORT"]),
             is_master=False,
             timeout=timedelta(seconds=AGREEMENT_SECONDS),
         )
+        # It outlives the ranks: what they left before a restart is none of this start's.
+        return PrefixStore(f"ckptd-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,6 +89,26 @@ def test_r114_a_tensor_of_another_size_is_refused(
         assert dict(report.skipped) == {"w": reason}
         assert torch.equal(live["b"], torch.full((2,), 5.0))
     assert torch.equal(live["w"], torch.zeros(shape))
+
+
+def test_r114_what_each_rank_holds_may_be_as_large_and_the_whole_is_not(
+    ranks: Ranks, daemon: Daemon, tmp_path: Path, tmp_run: str
+) -> None:
+    """Two ranks saved two rows each; each of three ranks has two rows of six."""
+
+    def opened(world: int, rows: int, seed: int) -> None:
+        ranks.each("ungroup")
+        ranks.group(world, tmp_path)
+        ranks.open(tmp_run, world, daemon.socket, layout="rows", of={"rows": rows, "row_bytes": 64, "seed": seed})
+
+    opened(2, 4, 1)
+    ranks.each("restore")
+    ranks.each("save_as_it_is", step=1)
+    opened(3, 6, 2)
+    before = ranks.each("values")
+    with pytest.raises(RankError, match=r"rows \(shape \(4, 16\) in the checkpoint, \(6, 16\) here\)"):
+        ranks.each("restore")
+    assert ranks.each("values") == before
 
 
 # Another dtype
@@ -190,4 +211,8 @@ def test_r117_lists_whose_length_differs_by_rank_are_each_ranks_own(
         ranks.each("restore")
     ranks.each("close")
     ranks.open(tmp_run, 1, daemon.socket, odd="lists", of={"lengths": [3], "seed": 9})
+    own = ranks[0].do("values")["values"]["queue"]
     ranks.each("restore", exclude=["queue"])
+    after = ranks[0].do("values")["values"]
+    assert after.pop("queue") == own
+    assert after == {name: value for name, value in before[0]["values"].items() if name != "queue"}

@@ -19,6 +19,7 @@ from ckptd.format.shard import StoredPiece, lay_out
 from ckptd.limits import BLOCK_BYTES_MAX
 from ckptd_client.blocking import run_blocking
 from ckptd_client.capture import Capture, Prepared, State
+from ckptd_client.capture.selection import EVERYTHING, Selection
 from ckptd_client.capture.stored import Amount, Described, InCommon, Ranks, Wanted
 from ckptd_client.gather import FromMemory, gather
 
@@ -141,9 +142,10 @@ def prepare(
     rank: int = 0,
     world: int = 1,
     saved_world: int = 0,
+    selection: Selection = EVERYTHING,
 ) -> Prepared:
     live = State(state, world=world, rng=rng, rank=rank)
-    return live.prepare(Reread(stored, Ranks(rank, world, saved_world or world)), strict=strict)
+    return live.prepare(Reread(stored, Ranks(rank, world, saved_world or world)), strict=strict, selection=selection)
 
 
 def restore(

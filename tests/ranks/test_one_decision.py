@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from tests.client.conftest import Daemon, committed
-from tests.ranks.conftest import RankError, Ranks
+from tests.ranks.conftest import ANSWER_SECONDS, RankError, Ranks
 
 Start = Callable[..., Daemon]
 SLOW = ("--bandwidth", "0.004")
@@ -206,3 +207,79 @@ def _damage_in_memory(node: Daemon, shard: Path) -> None:
                     found += 1
     assert found == 1
     assert psutil.pid_exists(node.pid)
+
+
+# Ranks that ask for different things, and one that fails by itself
+
+
+def saved_once(ranks: Ranks, socket: Path, url: str | list[str]) -> list[list[str]]:
+    """A checkpoint of two ranks that are then closed; their weights."""
+    ranks.open(url, 2, socket)
+    ranks.each("restore")
+    weights = [answer["weights"] for answer in ranks.each("save", step=3)]
+    ranks.each("wait", step=3)
+    ranks.each("close")
+    return weights
+
+
+@pytest.mark.parametrize(("culprit", "how"), [(0, "module"), (1, "object")])
+def test_a_rank_whose_state_cannot_be_had_ends_the_restore_on_all(
+    ranks: Ranks, daemon: Daemon, tmp_run: str, culprit: int, how: str
+) -> None:
+    """By an error of the training's own code: the others hear of it, and do not wait for a vote that never comes."""
+    saved_once(ranks, daemon.socket, tmp_run)
+    ranks.open(tmp_run, 2, daemon.socket)
+    before = [answer["weights"] for answer in ranks.each("weights_now")]
+    ranks[culprit].do("spoil", how=how)
+    for error in failures(ranks, lambda _: {}):
+        assert f"rank {culprit}: " in str(error)
+        assert "RuntimeError: the training's own trouble" in str(error)
+    assert [answer["weights"] for answer in ranks.each("weights_now")] == before
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        ({"step": 3}, {}, "step=3"),
+        ({"step": 0}, {}, "generation"),
+        ({}, {"step": 0}, "generation"),
+        ({"strict": False}, {}, "strict=False"),
+        ({"required": True}, {}, "required=True"),
+    ],
+)
+def test_ranks_that_ask_for_different_restores_are_told_at_once(
+    ranks: Ranks, daemon: Daemon, tmp_run: str, one: dict[str, Any], other: dict[str, Any], words: str
+) -> None:
+    ranks.open(tmp_run, 2, daemon.socket)
+    for error in failures(ranks, lambda rank: other if rank else one):
+        assert error.kind == "UsageError"
+        assert words in str(error)
+
+
+def test_ranks_may_take_different_parts(ranks: Ranks, daemon: Daemon, tmp_path: Path) -> None:
+    """From a run with two tiers, where all say which one they have read if all have read everything."""
+    url = [f"file://{tmp_path}/{tier}" for tier in ("near", "far")]
+    weights = saved_once(ranks, daemon.socket, url)
+    ranks.open(url, 2, daemon.socket)
+    restored = ranks.each("restore", lambda rank: {"include": ["model"]} if rank else {})
+    assert [answer["weights"] for answer in restored] == weights
+    assert len(restored[1]["loaded"]) < len(restored[0]["loaded"])
+    ranks.each("save", step=4)
+    ranks.each("wait", step=4)
+
+
+def failures(ranks: Ranks, options: Callable[[int], dict[str, Any]]) -> list[RankError]:
+    """What each rank raises when all restore at once."""
+
+    def fails(rank: int) -> RankError:
+        with pytest.raises(RankError) as raised:
+            ranks[rank].do("restore", **options(rank))
+        return raised.value
+
+    with ThreadPoolExecutor(ranks.world) as pool:
+        calls = [pool.submit(fails, rank) for rank in range(ranks.world)]
+        try:
+            return [call.result(ANSWER_SECONDS) for call in calls]
+        except TimeoutError:
+            ranks.kill()
+            raise

@@ -112,6 +112,16 @@ class Worker:
         assert self.ckpt is not None
         return {**_described(self.ckpt.restore(**options)), "weights": self.weights()}
 
+    def spoil(self, how: str) -> dict[str, Any]:
+        """From now on a part of this rank's state cannot be had: ``module`` by a hook of its own, or ``object``, where
+        there is not even a method to call."""
+        assert self.ckpt is not None
+        if how == "module":
+            self.training.model.register_state_dict_post_hook(_fail)
+        else:
+            self.ckpt._state._state["scheduler"] = _Spoilt()  # type: ignore[index]
+        return {}
+
     def restore_counted(self) -> dict[str, Any]:
         """A restore, and what it asked of the backend: by operation, calls and bytes."""
         from ckptd_backends.wrappers import Traced
@@ -140,6 +150,10 @@ class Worker:
         if hasattr(self.training, "values"):
             return []
         return [parameter.sum().item().hex() for parameter in self.training.model.parameters()]
+
+    def weights_now(self) -> dict[str, Any]:
+        """See :meth:`weights`."""
+        return {"weights": self.weights()}
 
     def train(self, step: int) -> dict[str, Any]:
         """One training step, and a save if the schedule says so."""
@@ -215,6 +229,16 @@ class Worker:
             ckpt, self.ckpt = self.ckpt, None
             ckpt.close(60)
         return {}
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("the training's own trouble")
+
+
+class _Spoilt:
+    @property
+    def state_dict(self) -> None:
+        _fail()
 
 
 def _described(restored: Restored) -> dict[str, Any]:

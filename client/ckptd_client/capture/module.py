@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from ckptd.errors import StateError
+from ckptd.errors import StateError, first_line
 from ckptd.format.names import join, segment
 from ckptd.format.tree import Path
 from ckptd_client.capture.codecs import SavedTensor
@@ -130,12 +130,17 @@ class ModuleSource(Source):
                     yield id(piece)
 
     def walk(self, walk: Walk) -> Any:
-        if self._own_way:
-            return self._template.walk(walk, self._state_dict())
+        try:
+            state = self._state_dict() if self._own_way else self._walked()
+        except Exception as error:
+            raise StateError(f"{join(self._path)}: the module's state cannot be had: {first_line(error)}") from error
+        return self._template.walk(walk, state)
+
+    def _walked(self) -> dict[str, object]:
         state: dict[str, object] = dict(zip(self._names, self.tensors, strict=True))
         for name, owner in self._extras:
             state[name] = owner.get_extra_state()
-        return self._template.walk(walk, state)
+        return state
 
     def _state_dict(self) -> dict[str, Any]:
         """The module's own state dict, under canonical names."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +17,9 @@ from ckptd_client.capture.walk import FindSource
 
 Build = Callable[[], object]
 """Makes what is to stand in the place of a value: the live object itself where it is updated in place."""
+
+_ABSENT = object()
+"""Stands for a live value where there is none, and stays where nothing is taken for it."""
 
 
 def merge(live: object, saved: object, path: Path, restoring: Restoring, find: FindSource) -> Build:
@@ -51,7 +54,7 @@ def merge(live: object, saved: object, path: Path, restoring: Restoring, find: F
             return _merge_list(cast("list[object]", live), cast("list[object]", saved), path, restoring, find)
         case tuple(), tuple():
             items = _merge_items(cast("list[object]", live), cast("list[object]", saved), path, restoring, find)
-            return lambda: tuple(item() for item in items)
+            return lambda: tuple(_in_place(item() for item in items))
         case np.ndarray(), SavedArray():
             return _merge_array(live, saved, where, restoring)
         case _:
@@ -89,10 +92,13 @@ def _merge_dict(
 ) -> Build:
     absent = [join((*path, segment(key))) for key in live if key not in saved]
     restoring.missing += [name for name in absent if restoring.selection.takes(name)]
-    items = {key: merge(live.get(key), item, (*path, segment(key)), restoring, find) for key, item in saved.items()}
+    items = {
+        key: merge(live.get(key, _ABSENT), item, (*path, segment(key)), restoring, find) for key, item in saved.items()
+    }
 
     def put(value: object) -> None:
-        contents = cast("dict[Any, object]", value)
+        made = cast("dict[Any, object]", value)
+        contents = {key: item for key, item in made.items() if item is not _ABSENT}
         kept = {key: item for key, item in live.items() if key not in contents}
         live.clear()
         live.update(contents)
@@ -104,15 +110,11 @@ def _merge_dict(
 
 def _merge_list(live: list[object], saved: list[object], path: Path, restoring: Restoring, find: FindSource) -> Build:
     items = _merge_items(live, saved, path, restoring, find)
-    for i in range(len(saved), len(live)):
-        if find(live[i], (*path, element(i))) is not None:  # an object cannot be made from its absence
-            restoring.missing.append(join((*path, element(i))))
-            items.append(functools.partial(live.__getitem__, i))
 
     def put(value: object) -> None:
         live[:] = cast("list[object]", value)
 
-    restoring.build(lambda: [item() for item in items], put)
+    restoring.build(lambda: _in_place(item() for item in items), put)
     return lambda: live
 
 
@@ -123,7 +125,24 @@ def _merge_items(
     restoring: Restoring,
     find: FindSource,
 ) -> list[Build]:
-    return [
-        merge(live[i] if i < len(live) else None, item, (*path, element(i)), restoring, find)
+    items = [
+        merge(live[i] if i < len(live) else _ABSENT, item, (*path, element(i)), restoring, find)
         for i, item in enumerate(saved)
     ]
+    for i in range(len(saved), len(live)):
+        where = join((*path, element(i)))
+        taken = restoring.selection.takes(where)
+        if taken and find(live[i], (*path, element(i))) is None:
+            continue  # as long as it was; but an object cannot be made from its absence
+        if taken:
+            restoring.missing.append(where)
+        items.append(functools.partial(live.__getitem__, i))
+    return items
+
+
+def _in_place(items: Iterable[object]) -> list[object]:
+    """What was taken keeps its place: before it, ``None`` stands for what was not and is not there."""
+    found = list(items)
+    while found and found[-1] is _ABSENT:
+        found.pop()
+    return [None if item is _ABSENT else item for item in found]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import json
 import math
@@ -15,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
 from ckptd.errors import FormatError, MismatchError, StateError
+from ckptd.format.common_tree import Merge
 from ckptd_client.capture import SavedTensor, State
+from ckptd_client.capture.selection import Selection
 from ckptd_client.capture.stored import Ranks
 from tests.client.roundtrip import Reread, assert_same, bits, capture, prepare, restore, save
 
@@ -281,3 +285,47 @@ def test_objects_that_left_the_state_are_let_go() -> None:
         live.capture()
     gc.collect()
     assert gone() is None
+
+
+# What is not taken
+
+
+def lists_and_dicts(dict_: dict[str, Any], list_: list[Any], tuple_: tuple[Any, ...]) -> dict[str, Any]:
+    return {"model": torch.nn.Linear(1, 1), "dict": dict_, "list": list_, "tuple": tuple_}
+
+
+@pytest.mark.parametrize(
+    ("live", "selection"),
+    [
+        (({}, [], ()), Selection(["model"])),
+        (({"a": 9, "z": 8}, [9], (9,)), Selection(["model"])),
+        (({"a": 9}, [9, 8, 7, 6], (9, 8, 7, 6)), Selection(None, ["dict", "list", "tuple"])),
+    ],
+)
+def test_containers_that_are_not_taken_stay_as_they_are(live: tuple[Any, ...], selection: Selection) -> None:
+    """Whatever the checkpoint has that is not there, and the other way round."""
+    saved = lists_and_dicts({"a": 1, "t": torch.ones(2)}, [1, torch.ones(2), 3], (1, 2))
+    fresh, expected = lists_and_dicts(*live), copy.deepcopy(lists_and_dicts(*live))
+    prepare(save(saved), fresh, selection=selection).apply()
+    assert torch.equal(fresh["model"].weight, saved["model"].weight)
+    for name in ("dict", "list", "tuple"):
+        assert fresh[name] == expected[name]
+
+
+def test_what_is_taken_of_a_container_keeps_its_place() -> None:
+    saved = {"dict": {"a": 1, "b": 2}, "list": [1, 2, 3], "tuple": (1, 2)}
+    fresh: dict[str, Any] = {"dict": {}, "list": [], "tuple": (9,)}
+    prepare(save(saved), fresh, selection=Selection(None, ["dict/a", "list/~l0", "list/~l2", "tuple/~l0"])).apply()
+    assert fresh == {"dict": {"b": 2}, "list": [None, 2], "tuple": (9, 2)}
+
+
+def test_what_was_each_ranks_own_leaves_nothing_where_there_was_nothing() -> None:
+    """Taken by another number of ranks, with ``strict=False``."""
+    merge = Merge()
+    for rank in range(2):
+        merge.add(msgspec.Raw(save({"d": {"own": rank, "same": 7}}).tree), {})
+    common = replace(save({"d": {"own": 0, "same": 7}}), tree=bytes(merge.tree))
+    fresh: dict[str, Any] = {"d": {}}
+    report = restore(common, fresh, strict=False, saved_world=2).report
+    assert fresh == {"d": {"same": 7}}
+    assert [name for name, _ in report.skipped] == ["d/own"]
