@@ -35,6 +35,15 @@ class FileState(NamedTuple):
     """How many names the file has; 0 once it was removed."""
 
 
+def boot_id() -> str | None:
+    """Which boot of this machine this is, in hexadecimal, whatever container we are in; ``None`` where it is hidden."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip().replace("-", "")
+    except OSError:
+        return None
+
+
 class Files:
     """Blocking, but for ``read_small``; raises :class:`OSError`. Paths are absolute; symbolic links are never followed
     in the last segment."""
@@ -160,6 +169,10 @@ class Files:
                 except FileNotFoundError:
                     continue
         return found
+
+    def resolved(self, path: str) -> str:
+        """The path without symbolic links, as far as it exists."""
+        return os.path.realpath(path)
 
     def free_bytes(self, path: str) -> int:
         """Room for an ordinary user on the file system of ``path``."""
