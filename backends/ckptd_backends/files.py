@@ -53,8 +53,18 @@ class Files:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def open(self, path: str) -> int:
-        """A descriptor for reading."""
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        """A descriptor for reading a file. ``EISDIR`` for a folder, ``ENXIO`` for a pipe, a socket or a device, which
+        could keep a reader waiting for ever."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            mode = os.fstat(descriptor).st_mode
+            if not stat.S_ISREG(mode):
+                number = errno.EISDIR if stat.S_ISDIR(mode) else errno.ENXIO
+                raise OSError(number, os.strerror(number), path)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     def open_to_lock(self, path: str) -> int:
         """A descriptor for :meth:`lock`; for writing, as some file systems lock no others exclusively."""

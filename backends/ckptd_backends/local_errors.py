@@ -9,7 +9,7 @@ from collections.abc import Generator
 from ckptd.errors import AccessDenied, NotFound, StorageError, StorageFull, TooLarge, Unavailable, UsageError
 
 _NOT_FOUND = {errno.ENOENT, errno.ENOTDIR}
-_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP}
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENXIO}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _HINTS_FULL = {
     "disk": "free some space there, or keep fewer checkpoints; the next save tries again",
@@ -17,7 +17,8 @@ _HINTS_FULL = {
 }
 _HINT_PERMISSION = "give the user that ckptd runs as the right to read and write there"
 _HINTS_DENIED = {
-    errno.ELOOP: "symbolic links are not followed",
+    errno.ELOOP: "a symbolic link is there, and is not followed: bring the file itself back",
+    errno.ENXIO: "a pipe, a socket or a device is there, and is not read: bring the file back",
     errno.EROFS: "mount the file system for writing; after a disk error, repair it first",
 }
 _TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
