@@ -53,6 +53,9 @@ class _Loop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jumping.now_seconds
 
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """There are no threads to wait for."""
+
 
 def _ignore(loop: asyncio.AbstractEventLoop, context: Mapping[str, object]) -> None:
     """Tasks of a process that is dead have nobody to tell how they ended."""
