@@ -35,6 +35,14 @@ class FileState(NamedTuple):
     """How many names the file has; 0 once it was removed."""
 
 
+class Room(NamedTuple):
+    """What a file system can still take."""
+
+    free_bytes: int
+    free_files: int | None
+    """``None``: as many as there are bytes for."""
+
+
 def boot_id() -> str | None:
     """Which boot of this machine this is, in hexadecimal, whatever container we are in; ``None`` where it is hidden."""
     try:
@@ -184,10 +192,10 @@ class Files:
         """The path without symbolic links, as far as it exists."""
         return os.path.realpath(path)
 
-    def free_bytes(self, path: str) -> int:
-        """Room for an ordinary user on the file system of ``path``."""
-        room = os.statvfs(path)
-        return room.f_bavail * room.f_frsize
+    def room(self, path: str) -> Room:
+        """On the file system of ``path``, for an ordinary user."""
+        found = os.statvfs(path)
+        return Room(found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None)
 
 
 def _state(name: str, found: os.stat_result) -> FileState:

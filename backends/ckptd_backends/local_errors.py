@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 from ckptd.errors import AccessDenied, NotFound, StorageError, StorageFull, TooLarge, Unavailable, UsageError
 
@@ -25,15 +25,22 @@ _TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EMFI
 
 
 @contextlib.contextmanager
-def mapped(key: str, path: str, *, room: str = "") -> Generator[None]:
+def mapped(key: str, path: str, *, room: Callable[[], str] | None = None) -> Generator[None]:
     """Turn an :class:`OSError` about ``path`` into the error of ckptd that says the same of ``key``.
 
-    ``room``: what a full disk should say of needed and free bytes.
+    ``room``: what a full disk is to say of what is needed and what is free; asked when it is full.
     """
     try:
         yield
     except OSError as error:
-        raise _error(error, key, path, room) from error
+        raise _error(error, key, path, _said(room) if error.errno in _FULL else "") from error
+
+
+def _said(room: Callable[[], str] | None) -> str:
+    try:
+        return "" if room is None else room()
+    except OSError:
+        return ""
 
 
 def _error(error: OSError, key: str, path: str, room: str) -> Exception:

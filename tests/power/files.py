@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
-from ckptd_backends.files import Files, FileState
+from ckptd_backends.files import Files, FileState, Room
 from tests.power.disk import Disk, File, Folder
 
 
@@ -159,9 +159,9 @@ class ModelFiles(Files):
         self._go()
         return [_state(name, node) for name, node in self.disk.folder(path).live.items()]
 
-    def free_bytes(self, path: str) -> int:
+    def room(self, path: str) -> Room:
         self._go()
-        return 1 << 40
+        return Room(1 << 40, None)
 
     def resolved(self, path: str) -> str:
         return path

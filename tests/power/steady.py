@@ -53,7 +53,7 @@ class _Loop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jumping.now_seconds
 
-    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+    async def shutdown_default_executor(self, *_: object) -> None:
         """There are no threads to wait for."""
 
 
