@@ -14,14 +14,17 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.verify import verify
+from ckptd.cli.daemon_call import call
 from ckptd.errors import AccessDenied, DeadlineExceeded, SaveError
 from ckptd.storage import open_backend
+from ckptd.wire.messages import GetStatus, Status
 from ckptd_client import Checkpointer, Keep, Save, open_checkpoint
 from devtools.processes import wait_until
 from tests.client.conftest import Daemon, Training, committed
@@ -139,6 +142,7 @@ def test_a_passing_fault_of_the_disk_costs_nothing_but_time(name: str, scene: Sc
                 save.wait(timeout=0.5)
             for _ in range(3):
                 training.step()
+            assert "write" in [listed["stage"] for listed in _status(scene)["saves"]["listed"]], "the daemon answers"
         save.wait(timeout=60)
         _train_and_save(training, ckpt, 6)
     _check(scene, [1, 2, 6])
@@ -210,6 +214,10 @@ def _check_good(scene: Scene) -> None:
         return [verification.reason for verification in found if not verification.good]
 
     assert asyncio.run(bad()) == []
+
+
+def _status(scene: Scene) -> dict[str, Any]:
+    return call(scene.daemon.socket, GetStatus(), Status, seconds=10).status
 
 
 def _open_files(scene: Scene) -> list[str]:

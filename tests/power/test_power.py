@@ -26,7 +26,7 @@ FOUND_BY = {
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_r61_power_loss_at_any_moment_leaves_the_old_or_the_new(seed: int) -> None:
+def test_r61_r67_power_loss_at_any_moment_leaves_the_old_or_the_new(seed: int) -> None:
     story = Story(seed)
     story.tell()
     assert story.promises.committed, "nothing was saved"
