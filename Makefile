@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 WORKERS ?= 3
 
-.PHONY: demo test check bench test-minio constraints clean
+.PHONY: demo test check bench power test-minio constraints clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)  ## the main job end to end: train, kill, resume; local disk, then S3
@@ -29,6 +29,9 @@ check: $(READY)
 
 bench: $(READY)  ## stall, time to durable and restore against torch.save and dcp.async_save
 	$(BIN)/python -m bench $(ARGS)
+
+power: $(READY)  ## loss of power after every change of the disk, in many stories; ARGS="--first SEED --seeds N"
+	$(BIN)/python -m tests.power $(ARGS)
 
 test-minio: $(READY)  ## the S3 tests against the server that CKPTD_TEST_S3_{ENDPOINT,ACCESS_KEY,SECRET_KEY,BUCKET} name
 	@: $${CKPTD_TEST_S3_ENDPOINT:?set it to the URL of an S3 server} $${CKPTD_TEST_S3_ACCESS_KEY:?} \

@@ -164,6 +164,22 @@ class LeavingUploads(Protocol):
         ...
 
 
+@runtime_checkable
+class Settling(Protocol):
+    """A backend whose objects are seen a moment before they are durable, and gone from sight before they are gone for
+    good. Where a writer ends in between, nobody may build on what is seen yet. Wrappers pass this on."""
+
+    async def settle(self, key: str) -> None:
+        """What is seen at ``key`` and beside it is durable on return, and what is not seen there is gone for good."""
+        ...
+
+
+async def settle(backend: Backend, key: str) -> None:
+    """As :meth:`Settling.settle`. Nothing, where the backend shows only what is durable."""
+    if isinstance(backend, Settling):
+        await backend.settle(key)
+
+
 class Factory(Protocol):
     """What an entry point in the group ``ckptd.backends`` names, by URL scheme."""
 

@@ -124,6 +124,54 @@ def _decorators(node: ast.AST) -> set[str]:
     return {ast.unparse(decorator).split(".")[-1] for decorator in getattr(node, "decorator_list", ())}
 
 
+def test_the_local_backend_touches_files_through_its_seam_only() -> None:
+    modules = sorted((ROOT / "backends" / "ckptd_backends").glob("local*.py"))
+    assert len(modules) > 4
+    assert [found for path in modules for found in _file_access(path)] == []
+
+
+COMPUTED = {"basename", "dirname", "join", "relpath"}
+"""What of ``os.path`` looks at no file."""
+
+
+def _file_access(path: Path) -> Iterator[str]:
+    """Whatever reaches the operating system's files but by :mod:`ckptd_backends.files`."""
+    reaching = {"aiofiles", "ctypes", "fcntl", "glob", "io", "mmap", "shutil", "tempfile"}
+    for node in ast.walk(_tree(path)):
+        match node:
+            case ast.Import(names=names) if reaching & {alias.name.split(".")[0] for alias in names}:
+                yield f"{_name(path)}: {ast.unparse(node)}"
+            case ast.ImportFrom(module=str(module)) if module.split(".")[0] in {*reaching, "os"}:
+                yield f"{_name(path)}: {ast.unparse(node)}"
+            case ast.Call(func=ast.Name(id="open" | "Path" | "__import__")):
+                yield f"{_name(path)}: {ast.unparse(node)}"
+            case ast.Attribute(value=ast.Name(id="os"), attr=name) if name != "path":
+                yield f"{_name(path)}: os.{name}"
+            case ast.Attribute(value=ast.Attribute(value=ast.Name(id="os")), attr=name) if name not in COMPUTED:
+                yield f"{_name(path)}: os.path.{name}"
+            case _:
+                pass
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import os\nos.open(path, 0)",
+        "import os\nos.path.realpath(path)",
+        "import os\nwith os.scandir(path): pass",
+        "from os import unlink",
+        "from pathlib import Path\nPath(path).read_text()",
+        "import shutil",
+        "open(path)",
+    ],
+)
+def test_the_seam_scan_sees_what_it_looks_for(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    module = tmp_path / "module.py"
+    module.write_text(line)
+    assert list(_file_access(module))
+
+
 def test_nothing_executes_what_was_read() -> None:
     assert [found for path in _modules(*PACKAGES) for found in _unsafe(path)] == []
 

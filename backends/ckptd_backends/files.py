@@ -35,6 +35,23 @@ class FileState(NamedTuple):
     """How many names the file has; 0 once it was removed."""
 
 
+class Room(NamedTuple):
+    """What a file system can still take."""
+
+    free_bytes: int
+    free_files: int | None
+    """``None``: as many as there are bytes for."""
+
+
+def boot_id() -> str | None:
+    """Which boot of this machine this is, in hexadecimal, whatever container we are in; ``None`` where it is hidden."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip().replace("-", "")
+    except OSError:
+        return None
+
+
 class Files:
     """Blocking, but for ``read_small``; raises :class:`OSError`. Paths are absolute; symbolic links are never followed
     in the last segment."""
@@ -44,8 +61,18 @@ class Files:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def open(self, path: str) -> int:
-        """A descriptor for reading."""
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        """A descriptor for reading a file. ``EISDIR`` for a folder, ``ENXIO`` for a pipe, a socket or a device, which
+        could keep a reader waiting for ever."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            mode = os.fstat(descriptor).st_mode
+            if not stat.S_ISREG(mode):
+                number = errno.EISDIR if stat.S_ISDIR(mode) else errno.ENXIO
+                raise OSError(number, os.strerror(number), path)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     def open_to_lock(self, path: str) -> int:
         """A descriptor for :meth:`lock`; for writing, as some file systems lock no others exclusively."""
@@ -161,10 +188,14 @@ class Files:
                     continue
         return found
 
-    def free_bytes(self, path: str) -> int:
-        """Room for an ordinary user on the file system of ``path``."""
-        room = os.statvfs(path)
-        return room.f_bavail * room.f_frsize
+    def resolved(self, path: str) -> str:
+        """The path without symbolic links, as far as it exists."""
+        return os.path.realpath(path)
+
+    def room(self, path: str) -> Room:
+        """On the file system of ``path``, for an ordinary user."""
+        found = os.statvfs(path)
+        return Room(found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None)
 
 
 def _state(name: str, found: os.stat_result) -> FileState:

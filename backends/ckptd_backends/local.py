@@ -22,6 +22,7 @@ from ckptd.storage import (
     Factory,
     LeavingUploads,
     ObjectInfo,
+    Settling,
     Source,
     StorageOptions,
     check_key,
@@ -56,9 +57,9 @@ class LocalBackend:
 
     def __init__(self, root: str, options: LocalOptions, files: Files | None = None) -> None:
         self._url = f"file://{root}"
-        self._root = os.path.realpath(root)
         self._part_bytes = options.part_bytes
         self._files = files or Files()
+        self._root = self._files.resolved(root)
         self._directories = Directories(self._files, self._root)
         self._pool = Pool(options.inflight_max, f"ckptd-file-{os.path.basename(root)}")
 
@@ -118,7 +119,7 @@ class LocalBackend:
                     self._files.unlink(path)
                 folders.add(os.path.dirname(path))
             except NotFound:
-                continue
+                folders.add(os.path.dirname(path))  # whoever removed it may have died before that was durable
             except (StorageError, UsageError) as error:
                 if not isinstance(error, UsageError):  # a folder is no object, so the object is missing
                     failures.append(error)
@@ -133,6 +134,13 @@ class LocalBackend:
                 failures.append(error)
             self._directories.remove_if_empty(folder)
         return failures
+
+    async def settle(self, key: str) -> None:
+        """See :class:`ckptd.storage.Settling`."""
+        folder = os.path.dirname(self._path(key))
+        async with self._pool.operation():
+            with mapped(key, folder):
+                await self._pool.run(self._directories.settle, folder)
 
     async def abort_stale_uploads(self) -> int:
         """See :class:`ckptd.storage.LeavingUploads`: removes the temporaries of writers on this machine that are dead,
@@ -230,3 +238,4 @@ def open_local(url: str, options: StorageOptions, *, state_dir: Path | None) -> 
 
 _: Factory = open_local
 __: type[LeavingUploads] = LocalBackend
+___: type[Settling] = LocalBackend

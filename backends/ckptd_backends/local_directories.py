@@ -41,6 +41,15 @@ class Directories:
         if identity is not None:
             self._synced[path] = identity
 
+    def settle(self, path: str) -> None:
+        """Make durable what was named in ``path`` and removed from it, and its own name, where it is there: whoever did
+        it may have died before that."""
+        if self._identity(path) is None:
+            return
+        self.ensure(path)
+        with contextlib.suppress(FileNotFoundError):  # removed by now, and all that was in it before
+            self._files.fsync_directory(path)
+
     def remove_if_empty(self, path: str) -> None:
         """Remove ``path`` and the folders above it as far as they are empty; the root stays."""
         while path != self._root and len(path) > len(self._root):

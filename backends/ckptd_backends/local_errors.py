@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 from ckptd.errors import AccessDenied, NotFound, StorageError, StorageFull, TooLarge, Unavailable, UsageError
 
 _NOT_FOUND = {errno.ENOENT, errno.ENOTDIR}
-_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP}
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENXIO}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _HINTS_FULL = {
     "disk": "free some space there, or keep fewer checkpoints; the next save tries again",
@@ -17,22 +17,30 @@ _HINTS_FULL = {
 }
 _HINT_PERMISSION = "give the user that ckptd runs as the right to read and write there"
 _HINTS_DENIED = {
-    errno.ELOOP: "symbolic links are not followed",
+    errno.ELOOP: "a symbolic link is there, and is not followed: bring the file itself back",
+    errno.ENXIO: "a pipe, a socket or a device is there, and is not read: bring the file back",
     errno.EROFS: "mount the file system for writing; after a disk error, repair it first",
 }
 _TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 @contextlib.contextmanager
-def mapped(key: str, path: str, *, room: str = "") -> Generator[None]:
+def mapped(key: str, path: str, *, room: Callable[[], str] | None = None) -> Generator[None]:
     """Turn an :class:`OSError` about ``path`` into the error of ckptd that says the same of ``key``.
 
-    ``room``: what a full disk should say of needed and free bytes.
+    ``room``: what a full disk is to say of what is needed and what is free; asked when it is full.
     """
     try:
         yield
     except OSError as error:
-        raise _error(error, key, path, room) from error
+        raise _error(error, key, path, _said(room) if error.errno in _FULL else "") from error
+
+
+def _said(room: Callable[[], str] | None) -> str:
+    try:
+        return "" if room is None else room()
+    except OSError:
+        return ""
 
 
 def _error(error: OSError, key: str, path: str, room: str) -> Exception:

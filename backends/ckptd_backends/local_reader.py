@@ -20,16 +20,15 @@ class OpenFile:
         self._key = key
         self._path = path
         self._descriptor = -1
-        self.size_bytes = 0
 
     def open(self) -> None:
-        """Raises :class:`NotFound` where there is no file, or something else than a file."""
+        """Raises :class:`NotFound` where nothing is, or a folder; :class:`ckptd.errors.AccessDenied` for a link, a pipe
+        or what else no writer of ckptd has put there."""
         with mapped(self._key, self._path):
-            self._descriptor = self._files.open(self._path)
-            state = self._files.state_of(self._descriptor)
-        if not state.is_file:
-            raise NotFound("no such object", key=self._key)
-        self.size_bytes = state.size_bytes
+            try:
+                self._descriptor = self._files.open(self._path)
+            except IsADirectoryError:
+                raise NotFound("no such object", key=self._key) from None
 
     def close(self) -> None:
         """Idempotent."""

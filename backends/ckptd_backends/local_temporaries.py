@@ -14,11 +14,10 @@ import secrets
 import time
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 from ckptd.errors import NotFound, StorageError, UsageError
 from ckptd.format import keys
-from ckptd_backends.files import Files
+from ckptd_backends.files import Files, boot_id
 from ckptd_backends.local_directories import Directories
 from ckptd_backends.local_errors import mapped
 
@@ -47,11 +46,7 @@ def temporary_name() -> str:
 @cache
 def _machine() -> str:
     """Whose kernel keeps our locks: this boot of this machine, whatever container we are in."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        return secrets.token_hex(6)  # then ours are told by their age only
-    return boot.replace("-", "").strip()[:12]
+    return (boot_id() or secrets.token_hex(6))[:12]  # drawn at random, ours are told by their age only
 
 
 def sweep(files: Files, directories: Directories, root: str) -> tuple[int, list[Exception]]:

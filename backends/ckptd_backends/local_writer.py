@@ -45,10 +45,8 @@ class NewFile:
     def create(self) -> None:
         """Make the temporary file in the folder of the target, with room for all its bytes."""
         size = self._view.nbytes
-        with mapped(self._key, self._target):
+        with mapped(self._key, self._target, room=self._room):
             self._descriptor = self._open()
-            free = self._files.free_bytes(self._folder)
-        with mapped(self._key, self._target, room=f"needs {size} bytes, free {free} bytes"):
             if size:
                 self._reserve(size)
             if size >= DIRECT_BYTES_MIN and address_of(self._view) % PAGE_BYTES == 0:
@@ -79,6 +77,19 @@ class NewFile:
             return True  # without locks there, nobody sweeps it while it is new
         return claimed and self._files.state_of(descriptor).links > 0
 
+    def _room(self) -> str:
+        """What is needed and what is free. At the nearest folder that is there: the file's own may be what found no
+        room."""
+        folder = self._folder
+        while True:
+            try:
+                free = self._files.room(folder)
+                break
+            except FileNotFoundError:
+                folder = os.path.dirname(folder)
+        files = "" if free.free_files is None else f" and {free.free_files} files"
+        return f"needs {self._view.nbytes} bytes, free {free.free_bytes} bytes{files}"
+
     def _reserve(self, size: int) -> None:
         try:
             self._files.allocate(self._descriptor, size)
@@ -97,7 +108,7 @@ class NewFile:
     def write(self, start: int, stop: int) -> None:
         """Write the bytes ``[start, stop)``, all of them."""
         fell_back = False
-        with mapped(self._key, self._target, room=f"at byte {start} of {self._view.nbytes}"):
+        with mapped(self._key, self._target, room=self._room):
             while start < stop:
                 try:
                     start += self._files.write(self._descriptor, self._view[start:stop], start)

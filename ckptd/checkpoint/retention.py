@@ -25,6 +25,7 @@ from ckptd.format.keys import (
 )
 from ckptd.format.records import Tombstone, encode
 from ckptd.limits import TOMBSTONE_SECONDS
+from ckptd.storage import settle
 
 DELETED_AT_ONCE_MAX = 1000
 """Objects in one call; what the stores take."""
@@ -180,7 +181,7 @@ async def _delete_data(run: Run, version: Version) -> None:
     try:
         await run.backend.head(manifest_key(version))
     except NotFound:
-        pass
+        await settle(run.backend, manifest_key(version))  # whoever removed it may have died before it was gone for good
     else:
         raise StorageError("is still there", key=manifest_key(version))
     for prefix in (checkpoint_prefix(version), f"{MARKS}{version}/"):

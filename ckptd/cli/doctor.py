@@ -6,19 +6,20 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ckptd.checkpoint.objects import store_clock, token
 from ckptd.checkpoint.run import Run
 from ckptd.cli.daemon_call import call
 from ckptd.cli.output import counted, size
 from ckptd.daemon.memory import headroom_bytes
-from ckptd.errors import AlreadyExists, CkptdError, NoCheckpoint
+from ckptd.errors import AlreadyExists, CkptdError, NoCheckpoint, first_line
 from ckptd.format.keys import LEASES
 from ckptd.limits import LEASE_SECONDS, SLOT_SLACK_FRACTION
-from ckptd.storage import Backend, Finding, SelfTesting
+from ckptd.storage import Backend, Finding, SelfTesting, normal_url
 from ckptd.wire.messages import GetStatus, Status
 
 FILES_WANTED = 1024
@@ -50,20 +51,51 @@ def check_machine(wishes: Wishes, socket: Path) -> list[Finding]:
     return [_memory(wishes), _locked_memory(wishes), _open_files(), _memfd(), _daemon(socket)]
 
 
-async def check_store(backend: Backend, wishes: Wishes) -> list[Finding]:
-    """The store: its own self-test, else a probe of ours; then clocks and room. Leaves nothing behind."""
-    if isinstance(backend, SelfTesting) and (tested := await backend.self_test()):
-        findings = tested
-    else:
+async def check_store(backend: Backend, probed: Backend, wishes: Wishes) -> list[Finding]:
+    """The store: its own self-test, else a probe of ours; then clocks, the run and room. Leaves nothing behind; what
+    fails is a finding, and the next check is made all the same.
+
+    ``probed``: where probes are put; ``backend`` itself, unless that would make its root.
+    """
+    findings = await _self_tested(backend)
+    if not findings:
         findings = [
-            await _tried("put and get", backend, _round_trip),
-            await _tried("conditional put", backend, _conditional_put),
+            *await _tried("put and get", _round_trip(probed)),
+            *await _tried("conditional put", _conditional_put(probed)),
         ]
     if not any(finding.subject == "clock" for finding in findings):
-        findings.append(await _tried("clock", backend, _clock))
-    findings.append(await _tried("run", backend, _run))
+        findings += await _tried("clock", _clock(probed))
+    findings += await _tried("run", _run(backend))
     room = _room(backend, wishes)
     return [*findings, room] if room is not None else findings
+
+
+def check_root(url: str) -> tuple[str, list[Finding]]:
+    """Where below which the root is, or would be made: the URL of the nearest folder that is there, for a local root,
+    and what is to be said of it. Makes nothing. Any other store makes no folders."""
+    url = normal_url(url)
+    if not url.startswith("file://"):
+        return url, []
+    root = Path(url.removeprefix("file://"))
+    there = _nearest(root)
+    if there == root:
+        return url, []
+    text = f"{root} does not exist: the first save would make it, and the checks below are made in {there}"
+    return f"file://{there}", [Finding("warning", "root", text, "is it spelled as you mean it, and mounted?")]
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder itself, or the nearest above it that is there."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+async def _self_tested(backend: Backend) -> list[Finding]:
+    """Nothing, where the backend has no test of its own."""
+    if not isinstance(backend, SelfTesting):
+        return []
+    return await _tried("self-test", backend.self_test())
 
 
 def _memory(wishes: Wishes) -> Finding:
@@ -115,12 +147,15 @@ def _daemon(socket: Path) -> Finding:
     return Finding("ok", "daemon", f"ckptd {status.get('version')} serves {socket}, process {status.get('pid')}")
 
 
-async def _tried(subject: str, backend: Backend, check: Callable[[Backend], Awaitable[Finding]]) -> Finding:
-    """A check whose failure is a finding too."""
+async def _tried(subject: str, check: Coroutine[Any, Any, Finding | list[Finding]]) -> list[Finding]:
+    """What a check finds; that it failed is a finding too."""
     try:
-        return await check(backend)
+        found = await check
     except CkptdError as error:
-        return Finding("error", subject, error.message, error.hint)
+        return [Finding("error", subject, error.message, error.hint)]
+    except ExceptionGroup as errors:  # probes that could not be removed
+        return [Finding("error", subject, first_line(error), getattr(error, "hint", "")) for error in errors.exceptions]
+    return found if isinstance(found, list) else [found]
 
 
 async def _round_trip(backend: Backend) -> Finding:
@@ -180,9 +215,7 @@ def _room(backend: Backend, wishes: Wishes) -> Finding | None:
     """Room on a local disk for what is kept, and the one being written."""
     if not backend.url.startswith("file://"):
         return None
-    folder = Path(backend.url.removeprefix("file://"))
-    while not folder.exists():
-        folder = folder.parent
+    folder = _nearest(Path(backend.url.removeprefix("file://")))
     free = shutil.disk_usage(folder).free
     if wishes.state_bytes is None:
         return Finding("ok", "room", f"{size(free)} free at {folder}", "give --state-bytes to have it compared")

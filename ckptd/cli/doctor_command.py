@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated
 
 import typer
 
-from ckptd.cli.doctor import Wishes, check_machine, check_store
+from ckptd.cli.doctor import Wishes, check_machine, check_root, check_store
 from ckptd.cli.options import Json, Socket, StorageOption, opened_backend, parse_size
 from ckptd.cli.output import console, emit, guarded, run
 from ckptd.errors import ResourceError
@@ -46,8 +47,11 @@ def doctor(
 
 
 async def _check(url: str, option: list[str] | None, wishes: Wishes) -> list[Finding]:
-    async with opened_backend(url, option) as backend:
-        return await check_store(backend, wishes)
+    there, findings = check_root(url)
+    async with contextlib.AsyncExitStack() as stack:
+        backend = await stack.enter_async_context(opened_backend(url, option))
+        probed = await stack.enter_async_context(opened_backend(there, option)) if findings else backend
+        return findings + await check_store(backend, probed, wishes)
 
 
 def _print(finding: Finding) -> None:

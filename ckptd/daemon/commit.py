@@ -20,11 +20,11 @@ from ckptd.daemon.proving import Proving
 from ckptd.daemon.receipts import SKIPPED_BYTES_MAX, put_first, put_same, put_skipped, skip_reason
 from ckptd.daemon.tier import Checkpoint
 from ckptd.errors import DeadlineExceeded, IntegrityError, NotFound, SaveError, SaveSkipped, Unavailable, first_line
-from ckptd.format.keys import manifest_key, mark_key, receipt_key, tombstone_key
+from ckptd.format.keys import RUN, manifest_key, mark_key, receipt_key, tombstone_key
 from ckptd.format.proof import Commit as Proved
 from ckptd.format.records import Mark, encode
 from ckptd.limits import RECEIPT_BYTES_MAX
-from ckptd.storage import Backend
+from ckptd.storage import Backend, settle
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Commit:
         turn_seconds: float | None = None
         while True:
             with _asked_again_later():
-                if await _exists(checkpoint.backend, manifest_key(checkpoint.version)):
+                if await self._is_committed():
                     return True
                 if await _exists(checkpoint.backend, tombstone_key(checkpoint.version)):
                     raise SaveError(f"{checkpoint} is being deleted")
@@ -150,11 +150,7 @@ class Commit:
             with _asked_again_later():
                 await self._offer()
                 await each(self._missing(), RECEIPTS_IN_FLIGHT, self._look_and_feed)
-                if (
-                    not self.receipts.complete
-                    and not self.leads
-                    and await _exists(self.checkpoint.backend, manifest_key(self.checkpoint.version))
-                ):
+                if not self.receipts.complete and not self.leads and await self._is_committed():
                     return False
                 if not self.receipts.complete:
                     await self.receipts.feed()
@@ -163,6 +159,14 @@ class Commit:
                 return True
             await self._pause(pause)
             pause = min(pause * 2, POLL_SECONDS_MAX if self.leads else POLL_SECONDS_MAX_OTHERS)
+
+    async def _is_committed(self) -> bool:
+        """Whether the manifest is there; then it is durable too, whoever put it and has perhaps died of it."""
+        backend, key = self.checkpoint.backend, manifest_key(self.checkpoint.version)
+        if not await _exists(backend, key):
+            return False
+        await settle(backend, key)
+        return True
 
     async def _look_for(self, rank: int) -> None:
         checkpoint = self.checkpoint
@@ -242,7 +246,11 @@ class Commit:
 
     async def _publish(self, commit: Proved) -> None:
         backend = self.checkpoint.backend
+        version, world = commit.manifest.version, commit.manifest.world
         await check_run(backend, commit.manifest.run)  # its root may have gone since the shards were put
+        # What was found, and not put here, may have been put by a process that died before it was durable.
+        await settle(backend, RUN)
+        await settle(backend, receipt_key(version, 0, world))
         await each(commit.objects.items(), OBJECTS_IN_FLIGHT, lambda item: put_same(backend, *item))
         if commit.pinned:
             # Before the manifest, so that there is no moment in which retention could take it.

@@ -19,7 +19,7 @@ from ckptd.errors import (
 from ckptd.format.keys import Version
 from ckptd.format.records import Receipt, Skipped, decode, encode
 from ckptd.limits import KIB, RECEIPT_BYTES_MAX
-from ckptd.storage import Backend
+from ckptd.storage import Backend, settle
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +34,11 @@ async def put_first(backend: Backend, key: str, data: bytes) -> bytes:
         return data
     except (AlreadyExists, Unavailable) as error:
         try:
-            return await backend.get(key, limit_bytes=max(RECEIPT_BYTES_MAX, len(data)))
+            found = await backend.get(key, limit_bytes=max(RECEIPT_BYTES_MAX, len(data)))
         except NotFound:
             raise error from None
+        await settle(backend, key)
+        return found
 
 
 async def put_same(backend: Backend, key: str, data: bytes) -> None:

@@ -28,7 +28,7 @@ from ckptd.format.keys import receipt_key, shard_key
 from ckptd.format.records import Receipt, ShardProof, Snapshot, decode, decode_layout
 from ckptd.format.shard import block_bounds, cut_in_blocks
 from ckptd.limits import BLOCK_BYTES_WRITTEN, RECEIPT_BYTES_MAX
-from ckptd.storage import Backend
+from ckptd.storage import Backend, settle
 
 log = logging.getLogger(__name__)
 
@@ -74,13 +74,16 @@ def read_contents(fill: Fill, owner: Owner) -> Contents:
 
 
 async def existing_receipt(backend: Backend, contents: Contents) -> bytes | None:
-    """The receipt of this very snapshot, where an earlier attempt has put it."""
+    """The receipt of this very snapshot, where an earlier attempt has put it. Durable on return."""
     try:
         data = await backend.get(contents.receipt_key, limit_bytes=RECEIPT_BYTES_MAX)
     except NotFound:
         return None
     receipt = receipt_in(data, contents.receipt_key)
-    return data if bytes(receipt.snapshot) == contents.doc else None
+    if bytes(receipt.snapshot) != contents.doc:
+        return None
+    await settle(backend, contents.receipt_key)  # the shard was durable first, and lies beside it
+    return data
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,46 +257,6 @@ async def test_r84_modes_follow_the_umask(root: Path, umask: int, file_mode: int
     assert [stat.S_IMODE((root / name).stat().st_mode) for name in (".", "a")] == [folder_mode] * 2
 
 
-@pytest.mark.parametrize("if_absent", [True, False])
-@pytest.mark.parametrize("keep", [True, False])
-async def test_r173_a_temporary_that_is_swapped_is_not_published(root: Path, if_absent: bool, keep: bool) -> None:
-    """By another user of the folder, who moves our file away or removes it, and puts a link in its place."""
-    victim, away = root.parent / "victim", root.parent / "away"
-    victim.write_bytes(b"not yours")
-
-    async def swap() -> None:
-        (temporary,) = (root / name for name in os.listdir(root) if name.startswith("~ckptd-"))
-        temporary.rename(away) if keep else temporary.unlink()
-        temporary.symlink_to(victim)
-
-    async with backend_at(root) as backend:
-        put = backend.put("x", Filling(b"ours", at_completion=swap), if_absent=if_absent)
-        if if_absent and keep:  # what is linked is the open file, whatever its name has become
-            await put
-            assert await backend.get("x", limit_bytes=10) == b"ours"
-        else:
-            with pytest.raises(AccessDenied, match="different file"):
-                await put
-            assert all_names(root) == set()
-    assert victim.read_bytes() == b"not yours"
-
-
-async def test_r173_symbolic_links_are_not_followed(root: Path) -> None:
-    secret = root.parent / "secret"
-    secret.write_bytes(b"secret")
-    os.mkdir(root)
-    (root / "x").symlink_to(secret)
-    async with backend_at(root) as backend:
-        with pytest.raises(AccessDenied):
-            await backend.get("x", limit_bytes=10)
-        with pytest.raises(NotFound):
-            await backend.head("x")
-        with pytest.raises(AlreadyExists):
-            await backend.put("x", b"x", if_absent=True)
-        await backend.put("x", b"ours")
-        assert (secret.read_bytes(), (root / "x").read_bytes()) == (b"secret", b"ours")
-
-
 class NoLinks(Files):
     def link(self, descriptor: int, target: str) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import sysconfig
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ from typer.testing import CliRunner, Result
 from ckptd.checkpoint.run import Run
 from ckptd.cli import daemon_commands, output
 from ckptd.cli.app import app
+from ckptd.cli.doctor import Wishes, check_store
 from ckptd.cli.options import parse_size, parse_storage_options
-from ckptd.errors import AccessDenied, ConfigError
-from ckptd.storage import open_backend
+from ckptd.errors import AccessDenied, ConfigError, Unavailable
+from ckptd.storage import Finding, open_backend
+from ckptd_backends.wrappers.base import Wrapper
 from devtools.processes import kill_group, spawn, wait_until
 from devtools.seaweedfs import S3Endpoint
 from tests.checkpoint.builder import flip, keys_of, make_run, only_key, small_state, tamper, write_rank
@@ -192,6 +194,43 @@ def test_doctor_finds_a_store_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     found = ckptd_json("doctor", tmp_path / "file", exit_code=11)
     assert any(finding["level"] == "error" and finding["subject"] == "put and get" for finding in found)
+
+
+def test_doctor_makes_no_folder(tmp_path: Path) -> None:
+    found = ckptd_json("doctor", tmp_path / "misspelled" / "run", "--state-bytes", "1MiB")
+    findings = {finding["subject"]: finding for finding in found}
+    assert findings["root"]["level"] == "warning"
+    assert "misspelled/run does not exist" in findings["root"]["message"]
+    assert findings["put and get"]["level"] == findings["conditional put"]["level"] == findings["room"]["level"] == "ok"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_goes_on_after_a_storage_error(tmp_path: Path) -> None:
+    """A run whose leases cannot be written: the other checks are made all the same, and say what they find."""
+    (tmp_path / "leases").write_text("in the way")
+    (tmp_path / "run.json").write_text("{}")
+    findings = {finding["subject"]: finding["level"] for finding in ckptd_json("doctor", tmp_path, exit_code=11)}
+    assert [findings[subject] for subject in ("put and get", "conditional put", "clock", "run")] == ["error"] * 4
+    assert findings["room"] == "ok"
+
+
+async def test_a_self_test_that_fails_is_a_finding_among_others(tmp_path: Path) -> None:
+    class Unwell(Wrapper):
+        async def self_test(self) -> list[Finding]:
+            raise Unavailable("no answer")
+
+        async def delete(self, keys: Iterable[str]) -> None:
+            raise ExceptionGroup("not deleted", [AccessDenied("refused", key=key) for key in keys])
+
+    backend = Unwell(open_backend(str(tmp_path)))
+    findings = await check_store(backend, backend, Wishes(None, ranks=1, slots=1, keep=1))
+    assert {finding.subject: finding.level for finding in findings} == {
+        "self-test": "error",
+        "clock": "error",
+        "run": "ok",
+        "room": "ok",
+    }
+    await backend.aclose()
 
 
 def test_without_a_daemon(tmp_path: Path) -> None:

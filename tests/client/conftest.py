@@ -20,7 +20,9 @@ from devtools.processes import kill_group, spawn, wait_until
 class Daemon:
     """A daemon process at a socket, to be killed and started again."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, under: tuple[str, ...] = ()) -> None:
+        """``under``: a command that starts it."""
+        self._under = under
         self.socket = folder / "daemon.sock"
         self.log = folder.with_suffix(".log")
         self._options = options
@@ -35,7 +37,8 @@ class Daemon:
         """Start it and wait until it answers."""
         with self.log.open("ab") as log:
             self._process = spawn(
-                [sys.executable, "-m", "ckptd.daemon", "--socket", self.socket, *self._options], output=log
+                [*self._under, sys.executable, "-m", "ckptd.daemon", "--socket", self.socket, *self._options],
+                output=log,
             )
         wait_until(self.socket.exists, "the daemon's socket", deadline_seconds=20)
 

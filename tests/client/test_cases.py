@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,45 +15,13 @@ import pytest
 import torch
 
 from ckptd.errors import SaveError, StateError
-from ckptd_client import Checkpointer, Keep
+from ckptd_client import Checkpointer
 from ckptd_client.reader import open_checkpoint
 from devtools.processes import wait_until
-from tests.client.conftest import Daemon, Training, committed
+from tests.client.conftest import Daemon, Training
 
 Open = Callable[..., Checkpointer]
 Start = Callable[..., Daemon]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 24 MiB."""
-    place = tmp_path / "small"
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "ckptd-test", place], check=True)
-    yield place
-    subprocess.run(["umount", "--lazy", place], check=True)
-
-
-def test_r82_a_full_disk_fails_one_save_and_training_goes_on(open_ckpt: Open, small_disk: Path) -> None:
-    training = Training(width=512)  # 9 MiB with its moments
-    ballast = small_disk / "ballast"
-    with open_ckpt(f"file://{small_disk}/run", training.state, keep=Keep(last=1)) as ckpt:
-        training.step()
-        ckpt.save(1).wait(timeout=30)
-        ballast.write_bytes(bytes(8 * 2**20))
-        training.step()
-        failed = ckpt.save(2)
-        with pytest.raises(SaveError, match=r"(?s)small/run.*need.*free"):
-            failed.wait(timeout=30)
-        training.step()  # goes on
-        assert committed(f"file://{small_disk}/run") == [1]
-        ballast.unlink()
-        ckpt.save(3).wait(timeout=30)
-    wait_until(  # retention may still be at work
-        lambda: not [path for path in (small_disk / "run").rglob("*") if "~" in path.name],
-        "no half file to be left",
-        deadline_seconds=20,
-    )
 
 
 def test_r75_a_receipt_that_shows_late_is_waited_for(open_ckpt: Open, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
 
-from ckptd.storage import Backend, Capabilities, Finding, LeavingUploads, ObjectInfo, SelfTesting, Source
+from ckptd.storage import Backend, Capabilities, Finding, LeavingUploads, ObjectInfo, SelfTesting, Source, settle
 
 
 class Wrapper:
@@ -50,6 +50,9 @@ class Wrapper:
 
     async def abort_stale_uploads(self) -> int:
         return await self.inner.abort_stale_uploads() if isinstance(self.inner, LeavingUploads) else 0
+
+    async def settle(self, key: str) -> None:
+        await settle(self.inner, key)
 
 
 _: type[Backend] = Wrapper

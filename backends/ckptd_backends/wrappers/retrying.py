@@ -8,7 +8,7 @@ from typing import cast
 
 from ckptd.errors import AlreadyExists, NotFound, ShortRead, StorageError, Unavailable
 from ckptd.limits import MIB
-from ckptd.storage import Backend, ObjectInfo, Source
+from ckptd.storage import Backend, ObjectInfo, Source, settle
 from ckptd_backends.retry import RetryPolicy, is_retryable, retried
 from ckptd_backends.sources import parts_of, source_of
 from ckptd_backends.wrappers.base import Wrapper
@@ -50,6 +50,7 @@ class Retrying(Wrapper):
         """What the store says of the object, if it holds the source's bytes; else ``error`` is raised."""
         if not await self._holds(key, source.view):
             raise error
+        await self.settle(key)  # what was tried may have failed between showing it and making it durable
         return replace(await self.inner.head(key), path_taken="read back")
 
     async def _holds(self, key: str, view: memoryview) -> bool:
@@ -73,6 +74,9 @@ class Retrying(Wrapper):
 
     async def head(self, key: str) -> ObjectInfo:
         return await retried(self.policy, f"head {key}", lambda _: self.inner.head(key))
+
+    async def settle(self, key: str) -> None:
+        await retried(self.policy, f"settle {key}", lambda _: settle(self.inner, key))
 
     async def scan(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         """A scan that breaks off begins again, and goes on after the last key that was handed out."""

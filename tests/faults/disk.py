@@ -1,0 +1,149 @@
+"""A small real disk, and what can go wrong with one: ext4 on a loop device over a file in memory. Needs root."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import struct
+import subprocess
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+from devtools.processes import wait_until
+
+DISK_BYTES = 96 << 20
+BACKING_BYTES = 64 << 20
+"""Less than the disk promises, as with a volume that is thinly provisioned."""
+INODES = 512
+_FREEZE, _THAW, _SHUTDOWN = 0xC0045877, 0xC0045878, 0x8004587D
+_WITHOUT_FLUSHING = struct.pack("I", 2)
+
+
+class SmallDisk:
+    """Mounted at ``root``."""
+
+    def __init__(self, place: Path) -> None:
+        self._backing = place / "backing"
+        self._image = self._backing / "image"
+        self.root = place / "disk"
+
+    def open(self) -> None:
+        """Make and mount it. Raises where this may not be done here."""
+        for folder in (self._backing, self.root):
+            folder.mkdir()
+        _run("mount", "-t", "tmpfs", "-o", f"size={BACKING_BYTES}", "ckptd-test", self._backing)
+        with self._image.open("wb") as image:
+            image.truncate(DISK_BYTES)
+        at_once = "lazy_itable_init=0,lazy_journal_init=0"
+        _run("mkfs.ext4", "-q", "-F", "-E", at_once, "-J", "size=4", "-N", str(INODES), self._image)
+        self._mount()
+
+    def _mount(self) -> None:
+        _run("mount", "-o", "loop", self._image, self.root)
+
+    def _unmounted(self) -> bool:
+        return subprocess.run(["umount", self.root], check=False, capture_output=True, timeout=30).returncode == 0
+
+    def close(self) -> None:
+        for folder in (self.root, self._backing):
+            subprocess.run(["umount", "--lazy", folder], check=False, capture_output=True, timeout=30)
+
+    # What can go wrong; each is over when the context ends
+
+    @contextlib.contextmanager
+    def full(self) -> Iterator[None]:
+        """No byte is free."""
+        with _ballast(self.root):
+            yield
+
+    @contextlib.contextmanager
+    def out_of_names(self) -> Iterator[None]:
+        """Bytes are free, and not one inode."""
+        folder = self.root / "many"
+        folder.mkdir()
+        with contextlib.suppress(OSError):
+            for number in range(INODES):
+                (folder / str(number)).touch()
+        try:
+            yield
+        finally:
+            shutil.rmtree(folder)
+
+    @contextlib.contextmanager
+    def promising_too_much(self) -> Iterator[None]:
+        """The disk says that it has room, and the volume beneath it has none: it shows when bytes are written through,
+        or the file system stops itself. Over once it is repaired and mounted anew."""
+        with _folder(self.root) as descriptor:
+            os.fsync(descriptor)
+        try:
+            with _ballast(self._backing):
+                yield
+        finally:
+            self._mount_anew()
+
+    @contextlib.contextmanager
+    def read_only(self) -> Iterator[None]:
+        _run("mount", "-o", "remount,ro", self.root)
+        try:
+            yield
+        finally:
+            _run("mount", "-o", "remount,rw", self.root)
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Whoever writes or syncs waits."""
+        with _folder(self.root) as descriptor:
+            fcntl.ioctl(descriptor, _FREEZE, 0)
+            try:
+                yield
+            finally:
+                fcntl.ioctl(descriptor, _THAW, 0)
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Every operation fails with EIO. Over once it is mounted anew: without what was not durable, as after a loss
+        of power."""
+        with _folder(self.root) as descriptor:
+            fcntl.ioctl(descriptor, _SHUTDOWN, _WITHOUT_FLUSHING)
+        try:
+            yield
+        finally:
+            self._mount_anew()
+
+    def _mount_anew(self) -> None:
+        wait_until(self._unmounted, "nobody to be in the middle of a call", deadline_seconds=30)
+        subprocess.run(["e2fsck", "-p", "-f", self._image], check=False, capture_output=True, timeout=60)
+        self._mount()
+
+
+@contextlib.contextmanager
+def _ballast(folder: Path) -> Iterator[None]:
+    """Take all bytes that are free."""
+    path = folder / "ballast"
+    taken = 0
+    with path.open("wb") as file:
+        for step in (1 << 20, 1 << 12):
+            with contextlib.suppress(OSError):
+                while True:
+                    os.posix_fallocate(file.fileno(), taken, step)
+                    taken += step
+    try:
+        yield
+    finally:
+        path.unlink()
+
+
+@contextlib.contextmanager
+def _folder(path: Path) -> Generator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _run(*command: str | Path) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"{' '.join(map(str, command))}: {done.stderr}"
