@@ -1,6 +1,6 @@
 # Every target sets up what it needs; run it again and only what changed is done.
 #
-# On a fresh Debian 12:  apt-get install git make python3 python3-venv ca-certificates
+# On a fresh Debian 12:  apt-get install git make python3 python3-venv ca-certificates e2fsprogs
 # Everything else comes from the Python package registry: torch, the S3 server for the tests, node for pyright.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
