@@ -43,6 +43,7 @@ from ckptd_backends.options import checked_options
 from ckptd_backends.pool import Pool
 from ckptd_backends.s3_body import Body, in_base64
 from ckptd_backends.s3_client import Requests, answer_seconds, encryption
+from ckptd_backends.s3_connections import Breaker
 from ckptd_backends.s3_delete import Deletions
 from ckptd_backends.s3_errors import error_code
 from ckptd_backends.s3_journal import OpenUpload, UploadJournal
@@ -113,7 +114,7 @@ class S3Backend:
             await self._refuse_if_there(key)
         body = Body(view)
         try:
-            return await self._pool.run_stoppable(body.stop, self._put_here, key, body, parameters)
+            return await self._requests.run(Breaker(), self._put_here, key, body, parameters)
         finally:
             body.release()
 

@@ -24,9 +24,8 @@ async def read_ranges(requests: Requests, key: str, out: memoryview, offset: int
     async def read_one(part: Part) -> None:
         download = Download(out[part.start : part.stop])
         with _watched(download, requests.options.no_progress_seconds):
-            await requests.pool.run_stoppable(
-                download.stop, _read_range, requests, key, offset + part.start, offset + part.stop, download
-            )
+            start, stop = offset + part.start, offset + part.stop
+            await requests.run(download.breaker, _read_range, requests, key, start, stop, download)
 
     await each_part(parts_of(len(out), requests.options.part_bytes), requests.pool.threads, read)
 
@@ -35,7 +34,7 @@ async def read_whole(requests: Requests, key: str, limit_bytes: int) -> bytes:
     """A small object. Raises :class:`TooLarge` before any of its bytes are read."""
     download = Download()
     with _watched(download, requests.options.no_progress_seconds):
-        return await requests.pool.run_stoppable(download.stop, _read_whole, requests, key, limit_bytes, download)
+        return await requests.run(download.breaker, _read_whole, requests, key, limit_bytes, download)
 
 
 @contextlib.contextmanager

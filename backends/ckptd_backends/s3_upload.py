@@ -12,6 +12,7 @@ from ckptd.storage import ObjectInfo, Source
 from ckptd_backends.retry import is_retryable, retried
 from ckptd_backends.s3_body import Body, checksum_of, in_base64
 from ckptd_backends.s3_client import Requests, answer_seconds, encryption
+from ckptd_backends.s3_connections import Breaker
 from ckptd_backends.s3_errors import UploadGone
 from ckptd_backends.s3_journal import OpenUpload, UploadJournal
 from ckptd_backends.s3_options import part_bytes_for
@@ -77,7 +78,7 @@ class Upload:
             await self._source.ready(part.start, part.stop)
             body = Body(self._source.view[part.start : part.stop])
             try:
-                sent = await self._requests.pool.run_stoppable(body.stop, self._send_here, what, index + 1, body)
+                sent = await self._requests.run(Breaker(), self._send_here, what, index + 1, body)
             finally:
                 body.release()
             stored(self._source, part)
