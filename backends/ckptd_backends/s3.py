@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -42,15 +43,15 @@ from ckptd.storage import (
 from ckptd_backends.options import checked_options
 from ckptd_backends.pool import Pool
 from ckptd_backends.s3_body import Body, in_base64
-from ckptd_backends.s3_client import Requests, answer_seconds, encryption
+from ckptd_backends.s3_client import Requests, answer_seconds, encryption, required
 from ckptd_backends.s3_connections import Breaker
 from ckptd_backends.s3_delete import Deletions
-from ckptd_backends.s3_errors import error_code
+from ckptd_backends.s3_errors import error_code, from_s3
 from ckptd_backends.s3_journal import OpenUpload, UploadJournal
 from ckptd_backends.s3_options import OBJECT_BYTES_MAX, S3Options, place_of
 from ckptd_backends.s3_read import read_ranges, read_whole
 from ckptd_backends.s3_selftest import CONDITIONAL_PUT, SelfTest
-from ckptd_backends.s3_upload import Upload, abort
+from ckptd_backends.s3_upload import ABORT_SECONDS, Upload, abort
 from ckptd_backends.sources import Whole, byte_view, source_of
 
 CONDITIONAL_PUT_BYTES_MAX = RECEIPT_BYTES_MAX
@@ -98,7 +99,17 @@ class S3Backend:
             await self._see_bucket()
             if if_absent or size <= self._capabilities.part_bytes:
                 return await self._put_single(key, source, if_absent)
-            return await Upload(self._requests, self._journal, key, source).run()
+            info = await Upload(self._requests, self._journal, key, source).run()
+            await self._abort_abandoned()
+            return info
+
+    async def _abort_abandoned(self) -> None:
+        """The store answers again: make up for aborts that it did not answer."""
+        for upload in self._journal.abandoned():
+            with contextlib.suppress(CkptdError, TimeoutError):  # the next upload tries again
+                async with asyncio.timeout(ABORT_SECONDS):
+                    await abort(self._requests, upload)
+                await self._pool.run(self._journal.ended, upload)
 
     async def _put_single(self, key: str, source: Source, if_absent: bool) -> ObjectInfo:
         view = source.view
@@ -123,6 +134,7 @@ class S3Backend:
         if checksum:
             parameters["ChecksumCRC32C"] = in_base64(checksum)
         answer = self._requests.send_here("put_object", key, Body=body, **parameters)
+        required(answer, "ETag", key)
         stored = f"crc32c:{checksum.hex()}" if checksum else ""
         return ObjectInfo(key, len(body), answer_seconds(answer), stored, "single")
 
@@ -168,7 +180,7 @@ class S3Backend:
         try:
             found = await self._requests.send("head_object", key, Key=name, ChecksumMode="ENABLED")
         except StorageError as error:
-            if error_code(error) in ("400", "403"):
+            if error_code(error) in ("400", "403") or not from_s3(error):
                 await self._explain(key, name)
             raise
         return ObjectInfo(
@@ -197,12 +209,15 @@ class S3Backend:
         found: list[ObjectInfo] = []
         while True:
             page = await self._requests.send("list_objects_v2", prefix, **parameters)
+            required(page, "Name", prefix)
             for entry in page.get("Contents", []):
                 key = entry["Key"].removeprefix(place.prefix)
                 if KEY_PATTERN.fullmatch(key):
                     found.append(ObjectInfo(key, entry["Size"], entry["LastModified"].timestamp()))
             if not page.get("IsTruncated"):
                 return found
+            if required(page, "NextContinuationToken", prefix) == parameters.get("ContinuationToken"):
+                raise StorageError(f"the listing of {place.url(parameters['Prefix'])} does not move on", key=prefix)
             parameters["ContinuationToken"] = page["NextContinuationToken"]
 
     # The store itself

@@ -17,7 +17,7 @@ from ckptd_backends.options import Secret
 from ckptd_backends.pool import Pool
 from ckptd_backends.retry import RetryPolicy
 from ckptd_backends.s3_connections import Breaker, make_breakable
-from ckptd_backends.s3_errors import mapped
+from ckptd_backends.s3_errors import mapped, not_s3
 from ckptd_backends.s3_options import Place, S3Options
 
 P = ParamSpec("P")
@@ -119,10 +119,11 @@ class Requests:
 
     def send_here(self, operation: str, key: str, **parameters: Any) -> dict[str, Any]:
         """The same in this thread."""
-        with mapped(key):
+        where = self.place.url(str(parameters.get("Key") or parameters.get("Prefix") or ""))
+        with mapped(key, where):
             client = self._clients.get()
         try:
-            with mapped(key):
+            with mapped(key, where):
                 answer: dict[str, Any] = getattr(client, operation)(Bucket=self.place.bucket, **parameters)
                 return answer
         except CredentialsExpired:
@@ -162,6 +163,14 @@ def encryption(options: S3Options) -> dict[str, str]:
     if options.sse_kms_key_id:
         found["SSEKMSKeyId"] = options.sse_kms_key_id
     return found
+
+
+def required(answer: dict[str, Any], name: str, key: str) -> Any:
+    """What every S3 store's answer has. Raises :class:`Unavailable` where it is missing: a gateway in between may say
+    ``200`` to anything."""
+    if name not in answer:
+        raise not_s3(f"the answer has no {name}", key)
+    return answer[name]
 
 
 def answer_seconds(answer: dict[str, Any]) -> float:

@@ -21,8 +21,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 SEND_BYTES = 256 * KIB
-"""How much goes to the socket at once, and may wait there: enough to make Python's part of the work small, little enough
-that a slow line gets it off within a time limit."""
+"""How much goes to the socket at once, and may wait there: enough to make Python's part of the work small, little
+enough that a slow line gets it off within a time limit."""
 
 _here = threading.local()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Generator
+from typing import Any
 
-from ckptd.errors import ShortRead, StorageError, TooLarge
+from ckptd.errors import ShortRead, StorageError, TooLarge, Unavailable
 from ckptd_backends.retry import retried
 from ckptd_backends.s3_body import Download
 from ckptd_backends.s3_client import Requests
@@ -58,8 +59,8 @@ def _watched(download: Download, no_progress_seconds: float) -> Generator[None]:
 def _read_range(requests: Requests, key: str, start: int, stop: int, download: Download) -> None:
     download.begin()
     answer = requests.send_here("get_object", key, Key=requests.place.name(key), Range=f"bytes={start}-{stop - 1}")
-    with mapped(key), contextlib.closing(answer["Body"]):
-        size, wanted = answer["ContentLength"], stop - start
+    with mapped(key, requests.place.url(requests.place.name(key))), contextlib.closing(answer["Body"]):
+        size, wanted = _size_of(answer, key), stop - start
         if not answer.get("ContentRange") and not (start == 0 and size == wanted):
             raise StorageError("the store ignores byte ranges", key=key)
         if size < wanted:
@@ -70,11 +71,22 @@ def _read_range(requests: Requests, key: str, start: int, stop: int, download: D
 def _read_whole(requests: Requests, key: str, limit_bytes: int, download: Download) -> bytes:
     download.begin()
     answer = requests.send_here("get_object", key, Key=requests.place.name(key))
-    with mapped(key), contextlib.closing(answer["Body"]):
-        size = answer["ContentLength"]
+    with mapped(key, requests.place.url(requests.place.name(key))), contextlib.closing(answer["Body"]):
+        size = _size_of(answer, key)
         if size > limit_bytes:
             raise TooLarge(f"has {size} bytes, expected at most {limit_bytes}", key=key)
         data = bytearray(size)
         download.out = memoryview(data)
         download.fill(answer["Body"])
         return bytes(data)
+
+
+def _size_of(answer: dict[str, Any], key: str) -> int:
+    """How long the body is by its header. Without one, an answer that was cut off would pass for a whole one."""
+    if "ContentLength" not in answer:
+        raise Unavailable(
+            "the answer does not say how long it is",
+            key=key,
+            hint="a gateway in between may compress or re-chunk",
+        )
+    return int(answer["ContentLength"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from ckptd.errors import CkptdError, StorageError, Unavailable, first_line
 from ckptd.storage import ObjectInfo, Source
 from ckptd_backends.retry import is_retryable, retried
 from ckptd_backends.s3_body import Body, checksum_of, in_base64
-from ckptd_backends.s3_client import Requests, answer_seconds, encryption
+from ckptd_backends.s3_client import Requests, answer_seconds, encryption, required
 from ckptd_backends.s3_connections import Breaker
 from ckptd_backends.s3_errors import UploadGone
 from ckptd_backends.s3_journal import OpenUpload, UploadJournal
@@ -19,6 +20,10 @@ from ckptd_backends.s3_options import part_bytes_for
 from ckptd_backends.sources import Part, each_part, parts_of, stored
 
 log = logging.getLogger("ckptd.storage")
+
+
+ABORT_SECONDS = 5.0
+"""How long a put that fails or is cancelled may take to clean up behind itself before it leaves that to the journal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,7 @@ class Upload:
         if self._checked:
             parameters["ChecksumAlgorithm"] = "CRC32C"
         answer = await self._requests.send("create_multipart_upload", self._key, **parameters)
-        self._where["UploadId"] = answer["UploadId"]
+        self._where["UploadId"] = required(answer, "UploadId", self._key)
         await self._requests.pool.run(self._journal.created, upload, answer["UploadId"])
 
     async def _send(self, index: int, part: Part) -> SentPart:
@@ -92,7 +97,7 @@ class Upload:
         if checksum:
             parameters["ChecksumCRC32C"] = in_base64(checksum)
         answer = self._requests.send_here("upload_part", what, **parameters)
-        return SentPart(number, answer["ETag"], checksum)
+        return SentPart(number, required(answer, "ETag", what), checksum)
 
     async def _complete(self, sent: list[SentPart]) -> float:
         """Make the object visible; returns when, by the store's clock.
@@ -109,6 +114,7 @@ class Upload:
             answer = await self._requests.send(
                 "complete_multipart_upload", self._key, MultipartUpload={"Parts": parts}, **self._where
             )
+            required(answer, "ETag", self._key)
         except Unavailable:
             if (seconds := await self._seconds_if_there(sent)) is None:
                 raise
@@ -130,9 +136,10 @@ class Upload:
 
     async def _aborted(self, upload: OpenUpload) -> bool:
         try:
-            await abort(self._requests, upload)
-        except CkptdError as error:
-            upload.abandoned = True  # the journal has it; it is tried again at intervals and at the next start
+            async with asyncio.timeout(ABORT_SECONDS):
+                await abort(self._requests, upload)
+        except (CkptdError, TimeoutError) as error:
+            upload.abandoned = True  # the journal has it; it is tried again after the next upload and at the next start
             log.warning("the upload of %s could not be aborted: %s", self._key, first_line(error))
             return False
         return True
