@@ -46,7 +46,7 @@ from ckptd_backends.s3_body import Body, in_base64
 from ckptd_backends.s3_client import Requests, answer_seconds, encryption, required
 from ckptd_backends.s3_connections import Breaker
 from ckptd_backends.s3_delete import Deletions
-from ckptd_backends.s3_errors import error_code, from_s3
+from ckptd_backends.s3_errors import error_code, from_s3, not_s3
 from ckptd_backends.s3_journal import OpenUpload, UploadJournal
 from ckptd_backends.s3_options import OBJECT_BYTES_MAX, S3Options, place_of
 from ckptd_backends.s3_read import read_ranges, read_whole
@@ -180,8 +180,11 @@ class S3Backend:
         try:
             found = await self._requests.send("head_object", key, Key=name, ChecksumMode="ENABLED")
         except StorageError as error:
-            if error_code(error) in ("400", "403") or not from_s3(error):
+            code = error_code(error)
+            if code in ("400", "403") or not from_s3(error):
                 await self._explain(key, name)
+                if code != "403":  # a GET finds nothing wrong
+                    raise not_s3(f"HEAD {self._requests.place.url(name)}: {code}, and yet it is there", key) from error
             raise
         return ObjectInfo(
             key,

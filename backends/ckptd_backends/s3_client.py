@@ -119,7 +119,7 @@ class Requests:
 
     def send_here(self, operation: str, key: str, **parameters: Any) -> dict[str, Any]:
         """The same in this thread."""
-        where = self.place.url(str(parameters.get("Key") or parameters.get("Prefix") or ""))
+        where = self.place.url(str(parameters.get("Key") or parameters.get("Prefix") or self.place.name(key)))
         with mapped(key, where):
             client = self._clients.get()
         try:

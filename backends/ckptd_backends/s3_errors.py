@@ -145,7 +145,7 @@ def client_error(error: boto.ClientError, key: str, where: str) -> CkptdError:
     text = f"{operation} {where}: {code} ({status}): {details.get('Message') or 'no message'}"
     if code == "NoSuchBucket":
         return ConfigError(
-            f"bucket {details.get('BucketName', '')!r} does not exist: {text}", hint="create_bucket=True"
+            f"the bucket does not exist: {text}", hint="make it, or let it be made with create_bucket=True"
         )
     if code in _WRONG_REGION or status in (301, 307):
         return ConfigError(f"the bucket lies in another region: {text}", hint=f"set region{_region(details, metadata)}")
@@ -156,8 +156,8 @@ def client_error(error: boto.ClientError, key: str, where: str) -> CkptdError:
         return ClockSkewed(f"{text}; {_both_times(details, metadata)}", key=key, hint="set the clock, by NTP")
     if kind is StorageError and code in _REFUSES_CHECKSUMS:
         return StorageError(text, key=key, hint="an old store may refuse checksums: try checksum='none'")
-    if kind is NotFound and code == "404" and not operation.startswith("Head"):
-        return not_s3(f"{text}, without S3's code", key)
+    if kind is NotFound and code not in _BY_CODE.keys() - {"404"} and not operation.startswith("Head"):
+        return not_s3(f"{text}, without a code of S3's", key)
     return kind(text, key=key, hint=_hint(kind, code, operation))
 
 
@@ -173,7 +173,7 @@ def _hint(kind: type[StorageError], code: str, operation: str) -> str:
     if kind is AccessDenied:
         action = _ACTIONS.get(operation, f"s3:{operation}")
         return f"allow {action} there; deploy/s3-policy.json has all that ckptd needs"
-    return ""
+    return "make room in the bucket, or raise its quota" if kind is StorageFull else ""
 
 
 def _own_credentials() -> str:
