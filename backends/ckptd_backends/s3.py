@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 from ckptd.errors import (
     AccessDenied,
     AlreadyExists,
-    CkptdError,
     ConfigError,
     NotFound,
     StorageError,
@@ -47,11 +45,11 @@ from ckptd_backends.s3_client import Requests, answer_seconds, encryption, requi
 from ckptd_backends.s3_connections import Breaker
 from ckptd_backends.s3_delete import Deletions
 from ckptd_backends.s3_errors import error_code, from_s3, not_s3
-from ckptd_backends.s3_journal import OpenUpload, UploadJournal
+from ckptd_backends.s3_journal import UploadJournal
 from ckptd_backends.s3_options import OBJECT_BYTES_MAX, S3Options, place_of
 from ckptd_backends.s3_read import read_ranges, read_whole
 from ckptd_backends.s3_selftest import CONDITIONAL_PUT, SelfTest
-from ckptd_backends.s3_upload import ABORT_SECONDS, Upload, abort
+from ckptd_backends.s3_upload import Upload, abort_abandoned, abort_stale
 from ckptd_backends.sources import Whole, byte_view, source_of
 
 CONDITIONAL_PUT_BYTES_MAX = RECEIPT_BYTES_MAX
@@ -100,16 +98,8 @@ class S3Backend:
             if if_absent or size <= self._capabilities.part_bytes:
                 return await self._put_single(key, source, if_absent)
             info = await Upload(self._requests, self._journal, key, source).run()
-            await self._abort_abandoned()
+            await abort_abandoned(self._requests, self._journal)  # the store answers again
             return info
-
-    async def _abort_abandoned(self) -> None:
-        """The store answers again: make up for aborts that it did not answer."""
-        for upload in self._journal.abandoned():
-            with contextlib.suppress(CkptdError, TimeoutError):  # the next upload tries again
-                async with asyncio.timeout(ABORT_SECONDS):
-                    await abort(self._requests, upload)
-                await self._pool.run(self._journal.ended, upload)
 
     async def _put_single(self, key: str, source: Source, if_absent: bool) -> ObjectInfo:
         view = source.view
@@ -254,29 +244,11 @@ class S3Backend:
 
     async def abort_stale_uploads(self) -> int:
         """See :class:`ckptd.storage.LeavingUploads`."""
-        aborted = 0
-        failures: list[Exception] = []
         async with self._pool.operation():
-            for upload in await self._pool.run(self._journal.abandoned):
-                if (count := await self._try_abort(upload, failures)) is not None:
-                    await self._pool.run(self._journal.ended, upload)
-                    aborted += count
-            with self._journal.dead_writers() as journals:
-                for journal in journals:
-                    counts = [await self._try_abort(upload, failures) for upload in journal.uploads()]
-                    if None not in counts:
-                        journal.remove()
-                    aborted += sum(count for count in counts if count)
+            aborted, failures = await abort_stale(self._requests, self._journal)
         if failures:
             raise ExceptionGroup(f"{len(failures)} stale uploads not aborted, {aborted} aborted", failures)
         return aborted
-
-    async def _try_abort(self, upload: OpenUpload, failures: list[Exception]) -> int | None:
-        try:
-            return await abort(self._requests, upload)
-        except CkptdError as error:
-            failures.append(error)
-            return None
 
     async def aclose(self) -> None:
         await self._requests.aclose()

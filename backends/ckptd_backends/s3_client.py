@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any, Literal, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
@@ -115,7 +116,7 @@ class Requests:
 
     async def run(self, breaker: Breaker, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """``call`` in a thread. Where the caller is cancelled, the request that runs then is broken off."""
-        return await self.pool.run_stoppable(breaker.break_off, breaker.run, call, *args, **kwargs)
+        return await self.pool.run_stoppable(breaker.break_off, breaker.run, partial(call, *args, **kwargs))
 
     def send_here(self, operation: str, key: str, **parameters: Any) -> dict[str, Any]:
         """The same in this thread."""

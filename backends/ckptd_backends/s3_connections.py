@@ -11,13 +11,12 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from botocore.awsrequest import AWSHTTPConnection, AWSHTTPConnectionPool, AWSHTTPSConnection, AWSHTTPSConnectionPool
 
 from ckptd.limits import KIB
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 SEND_BYTES = 256 * KIB
@@ -35,11 +34,11 @@ class Breaker:
         self._socket: socket.socket | None = None
         self._broken = False
 
-    def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def run(self, call: Callable[[], T]) -> T:
         """``call`` in this thread. Its requests fail once they are to be broken off."""
         _here.breaker = self
         try:
-            return call(*args, **kwargs)
+            return call()
         finally:
             _here.breaker = None
             with self._lock:
@@ -91,10 +90,10 @@ def _pool_classes(no_progress_seconds: float) -> dict[str, type]:
                 _tell(self.sock)
             return super().request(*args, **kwargs)  # type: ignore[misc]
 
-    class Plain(Watched, AWSHTTPConnection):
+    class Plain(Watched, AWSHTTPConnection):  # type: ignore[misc]
         pass
 
-    class Secure(Watched, AWSHTTPSConnection):
+    class Secure(Watched, AWSHTTPSConnection):  # type: ignore[misc]
         pass
 
     class PlainPool(AWSHTTPConnectionPool):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 from dataclasses import dataclass
@@ -160,6 +161,40 @@ async def abort(requests: Requests, upload: OpenUpload) -> int:
         except UploadGone:
             continue
     return aborted
+
+
+async def abort_abandoned(requests: Requests, journal: UploadJournal) -> None:
+    """Make up for aborts that the store did not answer. Never raises: what fails again stays in the journal."""
+    for upload in journal.abandoned():
+        with contextlib.suppress(CkptdError, TimeoutError):
+            async with asyncio.timeout(ABORT_SECONDS):
+                await abort(requests, upload)
+            await requests.pool.run(journal.ended, upload)
+
+
+async def abort_stale(requests: Requests, journal: UploadJournal) -> tuple[int, list[Exception]]:
+    """Abort this writer's abandoned uploads, and those of dead ones. How many the store still knew, and what went
+    wrong."""
+    aborted = 0
+    failures: list[Exception] = []
+
+    async def settled(upload: OpenUpload) -> bool:
+        nonlocal aborted
+        try:
+            aborted += await abort(requests, upload)
+        except CkptdError as error:
+            failures.append(error)
+            return False
+        return True
+
+    for upload in journal.abandoned():
+        if await settled(upload):
+            await requests.pool.run(journal.ended, upload)
+    with journal.dead_writers() as journals:
+        for dead in journals:
+            if all([await settled(upload) for upload in dead.uploads()]):
+                dead.remove()
+    return aborted, failures
 
 
 async def _ids_of(requests: Requests, key: str, name: str) -> list[str]:
