@@ -159,7 +159,7 @@ class LeavingUploads(Protocol):
 
     async def abort_stale_uploads(self) -> int:
         """Abort the journaled uploads below this root whose writer is dead, and own ones whose abort failed before.
-        Returns how many. To be called at start and at intervals; never touches what a live writer is sending. Failures
+        Returns how many. To be called at start; never touches what a live writer is sending. Failures
         are collected into one :class:`ExceptionGroup`, and tried again the next time."""
         ...
 

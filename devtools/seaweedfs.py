@@ -6,6 +6,7 @@ SIGKILL, but not power loss.
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,8 @@ START_SECONDS = 30
 START_ATTEMPTS = 3
 MEMORY_LIMIT = "1GiB"
 REGION = "us-east-1"
+LIMITED_PREFIX = "limited"
+"""All that the second of a server's two users may touch."""
 
 
 @dataclass
@@ -116,6 +119,12 @@ class SeaweedFS(S3Endpoint):
         self.kill()
 
     @property
+    def limited(self) -> S3Endpoint:
+        """The same server for a user who may read, write and list below ``LIMITED_PREFIX`` and nothing else."""
+        secret = self.secret_access_key[::-1]
+        return S3Endpoint(self.endpoint_url, access_key_id="limited", secret_access_key=secret, bucket=self.bucket)
+
+    @property
     def running(self) -> bool:
         """Whether the process is there."""
         return self._process is not None and self._process.poll() is None
@@ -182,16 +191,13 @@ class SeaweedFS(S3Endpoint):
             "-master.volumeSizeLimitMB=64",  # many small volumes: each bucket takes one at least
             "-s3.autoCreateBucket=false",
             f"-bucket={self.bucket}",
+            f"-s3.config={self._write_identities()}",
         ]
         self.endpoint_url = f"http://127.0.0.1:{s3}"
         with log.open("ab") as output:
             self._process = spawn(
                 argv,
-                env={
-                    "AWS_ACCESS_KEY_ID": self.access_key_id,
-                    "AWS_SECRET_ACCESS_KEY": self.secret_access_key,
-                    "GOMEMLIMIT": MEMORY_LIMIT,
-                },
+                env={"GOMEMLIMIT": MEMORY_LIMIT},
                 cwd=self._data_dir,
                 output=output,
             )
@@ -201,6 +207,27 @@ class SeaweedFS(S3Endpoint):
             self.kill()
             tail = log.read_text(errors="replace")[-2000:]
             raise DaemonError(f"the SeaweedFS server did not start: {error.message}\n{tail}") from error
+
+    def _write_identities(self) -> Path:
+        """Who may do what, in a file that only we can read."""
+
+        def identity(key_id: str, secret: str, actions: list[str]) -> dict[str, object]:
+            return {"name": key_id, "credentials": [{"accessKey": key_id, "secretKey": secret}], "actions": actions}
+
+        below = f"{self.bucket}/{LIMITED_PREFIX}/*"
+        limited = self.limited
+        identities = [
+            identity(self.access_key_id, self.secret_access_key, ["Admin", "Read", "Write", "List"]),
+            identity(
+                limited.access_key_id,
+                limited.secret_access_key,
+                [f"{action}:{below}" for action in ("Read", "Write", "List")],
+            ),
+        ]
+        path = self._data_dir / "identities.json"
+        path.touch(mode=0o600)
+        path.write_text(json.dumps({"identities": identities}))
+        return path
 
     def _answers(self) -> bool:
         if not self.running:

@@ -17,7 +17,6 @@ from typing import Any
 from ckptd.errors import (
     AccessDenied,
     AlreadyExists,
-    CkptdError,
     ConfigError,
     NotFound,
     StorageError,
@@ -42,14 +41,15 @@ from ckptd.storage import (
 from ckptd_backends.options import checked_options
 from ckptd_backends.pool import Pool
 from ckptd_backends.s3_body import Body, in_base64
-from ckptd_backends.s3_client import Requests, answer_seconds, encryption
+from ckptd_backends.s3_client import Requests, answer_seconds, encryption, required
+from ckptd_backends.s3_connections import Breaker
 from ckptd_backends.s3_delete import Deletions
-from ckptd_backends.s3_errors import error_code
-from ckptd_backends.s3_journal import OpenUpload, UploadJournal
+from ckptd_backends.s3_errors import error_code, from_s3, not_s3
+from ckptd_backends.s3_journal import UploadJournal
 from ckptd_backends.s3_options import OBJECT_BYTES_MAX, S3Options, place_of
 from ckptd_backends.s3_read import read_ranges, read_whole
 from ckptd_backends.s3_selftest import CONDITIONAL_PUT, SelfTest
-from ckptd_backends.s3_upload import Upload, abort
+from ckptd_backends.s3_upload import Upload, abort_abandoned, abort_stale
 from ckptd_backends.sources import Whole, byte_view, source_of
 
 CONDITIONAL_PUT_BYTES_MAX = RECEIPT_BYTES_MAX
@@ -97,7 +97,9 @@ class S3Backend:
             await self._see_bucket()
             if if_absent or size <= self._capabilities.part_bytes:
                 return await self._put_single(key, source, if_absent)
-            return await Upload(self._requests, self._journal, key, source).run()
+            info = await Upload(self._requests, self._journal, key, source).run()
+            await abort_abandoned(self._requests, self._journal)  # the store answers again
+            return info
 
     async def _put_single(self, key: str, source: Source, if_absent: bool) -> ObjectInfo:
         view = source.view
@@ -113,7 +115,7 @@ class S3Backend:
             await self._refuse_if_there(key)
         body = Body(view)
         try:
-            return await self._pool.run_stoppable(body.stop, self._put_here, key, body, parameters)
+            return await self._requests.run(Breaker(), self._put_here, key, body, parameters)
         finally:
             body.release()
 
@@ -122,6 +124,7 @@ class S3Backend:
         if checksum:
             parameters["ChecksumCRC32C"] = in_base64(checksum)
         answer = self._requests.send_here("put_object", key, Body=body, **parameters)
+        required(answer, "ETag", key)
         stored = f"crc32c:{checksum.hex()}" if checksum else ""
         return ObjectInfo(key, len(body), answer_seconds(answer), stored, "single")
 
@@ -167,8 +170,11 @@ class S3Backend:
         try:
             found = await self._requests.send("head_object", key, Key=name, ChecksumMode="ENABLED")
         except StorageError as error:
-            if error_code(error) in ("400", "403"):
+            code = error_code(error)
+            if code in ("400", "403") or not from_s3(error):
                 await self._explain(key, name)
+                if code != "403":  # a GET finds nothing wrong
+                    raise not_s3(f"HEAD {self._requests.place.url(name)}: {code}, and yet it is there", key) from error
             raise
         return ObjectInfo(
             key,
@@ -196,12 +202,15 @@ class S3Backend:
         found: list[ObjectInfo] = []
         while True:
             page = await self._requests.send("list_objects_v2", prefix, **parameters)
+            required(page, "Name", prefix)
             for entry in page.get("Contents", []):
                 key = entry["Key"].removeprefix(place.prefix)
                 if KEY_PATTERN.fullmatch(key):
                     found.append(ObjectInfo(key, entry["Size"], entry["LastModified"].timestamp()))
             if not page.get("IsTruncated"):
                 return found
+            if required(page, "NextContinuationToken", prefix) == parameters.get("ContinuationToken"):
+                raise StorageError(f"the listing of {place.url(parameters['Prefix'])} does not move on", key=prefix)
             parameters["ContinuationToken"] = page["NextContinuationToken"]
 
     # The store itself
@@ -235,29 +244,11 @@ class S3Backend:
 
     async def abort_stale_uploads(self) -> int:
         """See :class:`ckptd.storage.LeavingUploads`."""
-        aborted = 0
-        failures: list[Exception] = []
         async with self._pool.operation():
-            for upload in await self._pool.run(self._journal.abandoned):
-                if (count := await self._try_abort(upload, failures)) is not None:
-                    await self._pool.run(self._journal.ended, upload)
-                    aborted += count
-            with self._journal.dead_writers() as journals:
-                for journal in journals:
-                    counts = [await self._try_abort(upload, failures) for upload in journal.uploads()]
-                    if None not in counts:
-                        journal.remove()
-                    aborted += sum(count for count in counts if count)
+            aborted, failures = await abort_stale(self._requests, self._journal)
         if failures:
             raise ExceptionGroup(f"{len(failures)} stale uploads not aborted, {aborted} aborted", failures)
         return aborted
-
-    async def _try_abort(self, upload: OpenUpload, failures: list[Exception]) -> int | None:
-        try:
-            return await abort(self._requests, upload)
-        except CkptdError as error:
-            failures.append(error)
-            return None
 
     async def aclose(self) -> None:
         await self._requests.aclose()

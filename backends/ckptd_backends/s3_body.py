@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import io
-import socket
 from typing import Any
 
 from crc32c import crc32c
 
 from ckptd.errors import Unavailable
 from ckptd.limits import KIB
+from ckptd_backends.s3_connections import SEND_BYTES, Breaker
 
-SEND_BYTES = 256 * KIB
-"""How much goes to the socket at once: enough to make Python's part of the work small, little enough that a slow line
-gets it off within a time limit."""
 FILL_BYTES = 256 * KIB
 """How much must arrive for a download to count as moving."""
 
@@ -26,7 +22,6 @@ class Body(io.RawIOBase):
     def __init__(self, view: memoryview) -> None:
         self._view = view
         self._at = 0
-        self._stopped = False
 
     def readable(self) -> bool:
         return True
@@ -46,8 +41,6 @@ class Body(io.RawIOBase):
 
     def read(self, size: int = -1) -> Any:
         """A view of the next bytes: more than asked for where little is asked for, as the HTTP client does."""
-        if self._stopped:
-            raise Unavailable("the upload was given up")
         rest = len(self._view) - self._at
         wanted = rest if size < 0 else min(max(size, SEND_BYTES), rest)
         chunk = self._view[self._at : self._at + wanted]
@@ -57,10 +50,6 @@ class Body(io.RawIOBase):
     def checksum(self) -> bytes:
         """Of all the bytes."""
         return checksum_of(self._view)
-
-    def stop(self) -> None:
-        """The next read raises. From any thread."""
-        self._stopped = True
 
     def release(self) -> None:
         """Let go of the memory, whoever still holds this object: errors of the HTTP client do."""
@@ -72,10 +61,11 @@ class Download:
 
     def __init__(self, out: memoryview = memoryview(b"")) -> None:  # noqa: B008  # immutable
         self.out = out
+        self.breaker = Breaker()
+        """To be around the request."""
         self.moves = 0
         """Counts up while bytes arrive; 0 until the request is on its way."""
         self._done_bytes = 0
-        self._stream: Any = None
         self._stopped = False
 
     def begin(self) -> None:
@@ -84,31 +74,24 @@ class Download:
 
     def fill(self, body: Any) -> None:
         """Fill the memory from boto3's streaming body. Raises :class:`Unavailable` where it ends early."""
-        stream = self._stream = body._raw_stream
+        stream = body._raw_stream
         # Below urllib3 lies http.client's response, which reads straight into our memory; the layers above copy.
         readinto = getattr(getattr(stream, "_fp", None), "readinto", None) or body.readinto
-        try:
-            while self._done_bytes < len(self.out) and not self._stopped:
-                count = readinto(self.out[self._done_bytes : self._done_bytes + FILL_BYTES])
-                if not count:
-                    break
-                self._done_bytes += count
-                self.moves += 1
-        finally:
-            self._stream = None
+        while self._done_bytes < len(self.out) and not self._stopped:
+            count = readinto(self.out[self._done_bytes : self._done_bytes + FILL_BYTES])
+            if not count:
+                break
+            self._done_bytes += count
+            self.moves += 1
         if self._done_bytes < len(self.out):
             reason = "stood still" if self._stopped else "ended early"
             raise Unavailable(f"the answer {reason} after {self._done_bytes} of {len(self.out)} bytes")
         stream.release_conn()  # all was read, so the connection can serve again
 
     def stop(self) -> None:
-        """Make :meth:`fill` raise soon. From any thread."""
+        """Make the request or :meth:`fill` raise soon. From any thread."""
         self._stopped = True
-        connection = getattr(self._stream, "_connection", None)
-        sock = getattr(connection, "sock", None)
-        if isinstance(sock, socket.socket):
-            with contextlib.suppress(OSError):  # it has just been closed
-                sock.shutdown(socket.SHUT_RDWR)
+        self.breaker.break_off()
 
 
 def checksum_of(view: bytes | memoryview) -> bytes:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from email.utils import parsedate_to_datetime
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 import boto3
@@ -15,8 +17,12 @@ from ckptd.errors import CredentialsExpired
 from ckptd_backends.options import Secret
 from ckptd_backends.pool import Pool
 from ckptd_backends.retry import RetryPolicy
-from ckptd_backends.s3_errors import mapped
+from ckptd_backends.s3_connections import Breaker, make_breakable
+from ckptd_backends.s3_errors import mapped, not_s3
 from ckptd_backends.s3_options import Place, S3Options
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 SPARE_CONNECTIONS = 4
 """More than there are threads, so that none waits for one between signing and sending."""
@@ -81,13 +87,15 @@ class Clients:
             response_checksum_validation="when_required",
             s3={"addressing_style": addressing_style, "payload_signing_enabled": options.sign_payload},
         )
-        return session.client(
+        client = session.client(
             "s3",
             region_name=session.region_name or "us-east-1",
             endpoint_url=options.endpoint_url,
             verify=options.ca_bundle or (None if options.verify else False),
             config=config,
         )
+        make_breakable(client, options.no_progress_seconds)
+        return client
 
 
 class Requests:
@@ -104,14 +112,19 @@ class Requests:
 
     async def send(self, operation: str, key: str, **parameters: Any) -> dict[str, Any]:
         """One request of the client's method ``operation``; ``key`` only names it in errors."""
-        return await self.pool.run(self.send_here, operation, key, **parameters)
+        return await self.run(Breaker(), self.send_here, operation, key, **parameters)
+
+    async def run(self, breaker: Breaker, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """``call`` in a thread. Where the caller is cancelled, the request that runs then is broken off."""
+        return await self.pool.run_stoppable(breaker.break_off, breaker.run, partial(call, *args, **kwargs))
 
     def send_here(self, operation: str, key: str, **parameters: Any) -> dict[str, Any]:
         """The same in this thread."""
-        with mapped(key):
+        where = self.place.url(str(parameters.get("Key") or parameters.get("Prefix") or self.place.name(key)))
+        with mapped(key, where):
             client = self._clients.get()
         try:
-            with mapped(key):
+            with mapped(key, where):
                 answer: dict[str, Any] = getattr(client, operation)(Bucket=self.place.bucket, **parameters)
                 return answer
         except CredentialsExpired:
@@ -151,6 +164,14 @@ def encryption(options: S3Options) -> dict[str, str]:
     if options.sse_kms_key_id:
         found["SSEKMSKeyId"] = options.sse_kms_key_id
     return found
+
+
+def required(answer: dict[str, Any], name: str, key: str) -> Any:
+    """What every S3 store's answer has. Raises :class:`Unavailable` where it is missing: a gateway in between may say
+    ``200`` to anything."""
+    if name not in answer:
+        raise not_s3(f"the answer has no {name}", key)
+    return answer[name]
 
 
 def answer_seconds(answer: dict[str, Any]) -> float:

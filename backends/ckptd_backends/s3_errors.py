@@ -12,6 +12,7 @@ from typing import Any
 
 import urllib3.exceptions
 from botocore import exceptions as boto
+from botocore.parsers import ResponseParserError
 
 from ckptd.errors import (
     AccessDenied,
@@ -68,6 +69,7 @@ _TRANSIENT = (
     boto.ConnectionError,  # connections that cannot be made
     boto.ResponseStreamingError,
     boto.IncompleteReadError,
+    ResponseParserError,  # something that is not S3 has answered, or the answer was cut off
     urllib3.exceptions.HTTPError,
     http.client.HTTPException,
     OSError,
@@ -79,31 +81,42 @@ _NO_CREDENTIALS = (
     boto.ProfileNotFound,
 )
 _TLS = (boto.SSLError, urllib3.exceptions.SSLError)
+_UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER", "doesn't match")
+"""What tells a certificate that is not trusted, or a server without TLS, from a handshake that broke off."""
+_BAD_CREDENTIALS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken"}
+_ACTIONS = {
+    **dict.fromkeys(("GetObject", "HeadObject"), "s3:GetObject"),
+    **dict.fromkeys(("CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"), "s3:PutObject"),
+    **dict.fromkeys(("DeleteObject", "DeleteObjects"), "s3:DeleteObject"),
+    **dict.fromkeys(("ListObjectsV2", "HeadBucket"), "s3:ListBucket"),
+    "ListMultipartUploads": "s3:ListBucketMultipartUploads",
+}
+"""Request → the permission that it needs, where the two have other names."""
 
 
 @contextlib.contextmanager
-def mapped(key: str) -> Generator[None]:
-    """Turn what boto3 raises about ``key`` into an error of ckptd; secrets and request bodies stay behind."""
+def mapped(key: str, where: str) -> Generator[None]:
+    """Turn what boto3 raises about ``key`` into an error of ckptd; secrets and request bodies stay behind. ``where``:
+    the whole name with the bucket, for people."""
     try:
         yield
     except CkptdError:
         raise
     except boto.ClientError as error:
-        raise client_error(error, key) from error
+        raise client_error(error, key, where) from error
     except _NO_CREDENTIALS as error:
-        hint = (
-            f"process {os.getpid()} has none: a daemon keeps the environment in which it was started (end it with "
-            "`ckptd drain`, and it is started anew), or pass access_key_id and secret_access_key"
-        )
-        raise AccessDenied(f"no usable credentials: {error}", key=key, hint=hint) from error
+        raise AccessDenied(f"{where}: no usable credentials: {error}", key=key, hint=_own_credentials()) from error
     except _TLS as error:
-        raise AccessDenied(f"TLS: {error}", key=key, hint="a private authority is named by ca_bundle") from error
+        if not any(sign in str(error) for sign in _UNTRUSTED):
+            raise Unavailable(f"{where}: TLS: {error}", key=key) from error  # a handshake that was broken off
+        hint = "a private authority is named by ca_bundle, or by AWS_CA_BUNDLE in the environment of this process"
+        raise AccessDenied(f"{where}: TLS: {error}", key=key, hint=hint) from error
     except boto.ParamValidationError as error:
         raise UsageError(f"{key}: the S3 client refuses the request: {error}") from error
     except _TRANSIENT as error:
-        raise Unavailable(f"{type(error).__name__}: {error}", key=key) from error
+        raise Unavailable(f"{where}: {type(error).__name__}: {error}", key=key) from error
     except boto.BotoCoreError as error:
-        raise StorageError(f"{type(error).__name__}: {error}", key=key) from error
+        raise StorageError(f"{where}: {type(error).__name__}: {error}", key=key) from error
 
 
 def error_code(error: BaseException | None) -> str:
@@ -112,17 +125,27 @@ def error_code(error: BaseException | None) -> str:
     return str(cause.response.get("Error", {}).get("Code", "")) if isinstance(cause, boto.ClientError) else ""
 
 
-def client_error(error: boto.ClientError, key: str) -> CkptdError:
+def from_s3(error: BaseException | None) -> bool:
+    """Whether the answer behind a mapped error bears the mark of an S3 store. A HEAD has nothing else to tell by."""
+    cause = error.__cause__ if error is not None else None
+    if not isinstance(cause, boto.ClientError):
+        return True
+    metadata: dict[str, Any] = dict(cause.response.get("ResponseMetadata", {}))
+    return bool({"x-amz-request-id", "x-amz-id-2"} & set(metadata.get("HTTPHeaders", {})))
+
+
+def client_error(error: boto.ClientError, key: str, where: str) -> CkptdError:
     """The error of ckptd for an answer that is not a success."""
     response: dict[str, Any] = dict(error.response)
     details: dict[str, Any] = response.get("Error", {})
     metadata: dict[str, Any] = response.get("ResponseMetadata", {})
     code = str(details.get("Code", ""))
     status = int(metadata.get("HTTPStatusCode", 0))
-    text = f"{error.operation_name}: {code} ({status}): {details.get('Message') or 'no message'}"
+    operation = error.operation_name
+    text = f"{operation} {where}: {code} ({status}): {details.get('Message') or 'no message'}"
     if code == "NoSuchBucket":
         return ConfigError(
-            f"bucket {details.get('BucketName', '')!r} does not exist: {text}", hint="create_bucket=True"
+            f"the bucket does not exist: {text}", hint="make it, or let it be made with create_bucket=True"
         )
     if code in _WRONG_REGION or status in (301, 307):
         return ConfigError(f"the bucket lies in another region: {text}", hint=f"set region{_region(details, metadata)}")
@@ -133,7 +156,32 @@ def client_error(error: boto.ClientError, key: str) -> CkptdError:
         return ClockSkewed(f"{text}; {_both_times(details, metadata)}", key=key, hint="set the clock, by NTP")
     if kind is StorageError and code in _REFUSES_CHECKSUMS:
         return StorageError(text, key=key, hint="an old store may refuse checksums: try checksum='none'")
-    return kind(text, key=key)
+    if kind is NotFound and code not in _BY_CODE.keys() - {"404"} and not operation.startswith("Head"):
+        return not_s3(f"{text}, without a code of S3's", key)
+    return kind(text, key=key, hint=_hint(kind, code, operation))
+
+
+def not_s3(message: str, key: str) -> Unavailable:
+    """For an answer that no S3 store gives: it proves nothing, neither that something was stored nor that it is not
+    there."""
+    return Unavailable(message, key=key, hint="something between here and the store answers: is endpoint_url right?")
+
+
+def _hint(kind: type[StorageError], code: str, operation: str) -> str:
+    if kind is CredentialsExpired or code in _BAD_CREDENTIALS:
+        return _own_credentials()
+    if kind is AccessDenied:
+        action = _ACTIONS.get(operation, f"s3:{operation}")
+        return f"allow {action} there; deploy/s3-policy.json has all that ckptd needs"
+    return "make room in the bucket, or raise its quota" if kind is StorageFull else ""
+
+
+def _own_credentials() -> str:
+    return (
+        f"process {os.getpid()} takes its credentials from storage_options (access_key_id, secret_access_key), or else "
+        "from its own environment, files and role: a daemon keeps the environment in which it was started, so end it "
+        "with `ckptd drain`, and it is started anew"
+    )
 
 
 def _region(details: dict[str, Any], metadata: dict[str, Any]) -> str:

@@ -61,9 +61,10 @@ class UploadJournal:
             self._write({"created": upload.number, "upload_id": upload_id})
 
     def ended(self, upload: OpenUpload) -> None:
-        """It was completed or aborted."""
+        """It was completed or aborted. Idempotent."""
         with self._lock:
-            del self._open[upload.number]
+            if self._open.pop(upload.number, None) is None:
+                return  # somebody else was quicker to abort it
             self._write({"ended": upload.number})
             if not self._open and self._descriptor >= 0:
                 os.ftruncate(self._descriptor, 0)

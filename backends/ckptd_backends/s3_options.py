@@ -81,6 +81,10 @@ class Place:
         """The name in the bucket of the object ``key``."""
         return self.prefix + key
 
+    def url(self, name: str) -> str:
+        """A name in the bucket, for people."""
+        return f"s3://{self.bucket}/{name}"
+
 
 def place_of(url: str) -> Place:
     """Raises :class:`ConfigError` where the URL names no bucket, or a query or fragment is in it."""

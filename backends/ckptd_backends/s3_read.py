@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Generator
+from typing import Any
 
-from ckptd.errors import ShortRead, StorageError, TooLarge
+from ckptd.errors import ShortRead, StorageError, TooLarge, Unavailable
 from ckptd_backends.retry import retried
 from ckptd_backends.s3_body import Download
 from ckptd_backends.s3_client import Requests
@@ -24,9 +25,8 @@ async def read_ranges(requests: Requests, key: str, out: memoryview, offset: int
     async def read_one(part: Part) -> None:
         download = Download(out[part.start : part.stop])
         with _watched(download, requests.options.no_progress_seconds):
-            await requests.pool.run_stoppable(
-                download.stop, _read_range, requests, key, offset + part.start, offset + part.stop, download
-            )
+            start, stop = offset + part.start, offset + part.stop
+            await requests.run(download.breaker, _read_range, requests, key, start, stop, download)
 
     await each_part(parts_of(len(out), requests.options.part_bytes), requests.pool.threads, read)
 
@@ -35,7 +35,7 @@ async def read_whole(requests: Requests, key: str, limit_bytes: int) -> bytes:
     """A small object. Raises :class:`TooLarge` before any of its bytes are read."""
     download = Download()
     with _watched(download, requests.options.no_progress_seconds):
-        return await requests.pool.run_stoppable(download.stop, _read_whole, requests, key, limit_bytes, download)
+        return await requests.run(download.breaker, _read_whole, requests, key, limit_bytes, download)
 
 
 @contextlib.contextmanager
@@ -59,8 +59,8 @@ def _watched(download: Download, no_progress_seconds: float) -> Generator[None]:
 def _read_range(requests: Requests, key: str, start: int, stop: int, download: Download) -> None:
     download.begin()
     answer = requests.send_here("get_object", key, Key=requests.place.name(key), Range=f"bytes={start}-{stop - 1}")
-    with mapped(key), contextlib.closing(answer["Body"]):
-        size, wanted = answer["ContentLength"], stop - start
+    with mapped(key, requests.place.url(requests.place.name(key))), contextlib.closing(answer["Body"]):
+        size, wanted = _size_of(answer, key), stop - start
         if not answer.get("ContentRange") and not (start == 0 and size == wanted):
             raise StorageError("the store ignores byte ranges", key=key)
         if size < wanted:
@@ -71,11 +71,22 @@ def _read_range(requests: Requests, key: str, start: int, stop: int, download: D
 def _read_whole(requests: Requests, key: str, limit_bytes: int, download: Download) -> bytes:
     download.begin()
     answer = requests.send_here("get_object", key, Key=requests.place.name(key))
-    with mapped(key), contextlib.closing(answer["Body"]):
-        size = answer["ContentLength"]
+    with mapped(key, requests.place.url(requests.place.name(key))), contextlib.closing(answer["Body"]):
+        size = _size_of(answer, key)
         if size > limit_bytes:
             raise TooLarge(f"has {size} bytes, expected at most {limit_bytes}", key=key)
         data = bytearray(size)
         download.out = memoryview(data)
         download.fill(answer["Body"])
         return bytes(data)
+
+
+def _size_of(answer: dict[str, Any], key: str) -> int:
+    """How long the body is by its header. Without one, an answer that was cut off would pass for a whole one."""
+    if "ContentLength" not in answer:
+        raise Unavailable(
+            "the answer does not say how long it is",
+            key=key,
+            hint="a gateway in between may compress or re-chunk",
+        )
+    return int(answer["ContentLength"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import logging
 from dataclasses import dataclass
@@ -11,13 +13,18 @@ from ckptd.errors import CkptdError, StorageError, Unavailable, first_line
 from ckptd.storage import ObjectInfo, Source
 from ckptd_backends.retry import is_retryable, retried
 from ckptd_backends.s3_body import Body, checksum_of, in_base64
-from ckptd_backends.s3_client import Requests, answer_seconds, encryption
+from ckptd_backends.s3_client import Requests, answer_seconds, encryption, required
+from ckptd_backends.s3_connections import Breaker
 from ckptd_backends.s3_errors import UploadGone
 from ckptd_backends.s3_journal import OpenUpload, UploadJournal
 from ckptd_backends.s3_options import part_bytes_for
 from ckptd_backends.sources import Part, each_part, parts_of, stored
 
 log = logging.getLogger("ckptd.storage")
+
+
+ABORT_SECONDS = 5.0
+"""How long a put that fails or is cancelled may take to clean up behind itself before it leaves that to the journal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +74,7 @@ class Upload:
         if self._checked:
             parameters["ChecksumAlgorithm"] = "CRC32C"
         answer = await self._requests.send("create_multipart_upload", self._key, **parameters)
-        self._where["UploadId"] = answer["UploadId"]
+        self._where["UploadId"] = required(answer, "UploadId", self._key)
         await self._requests.pool.run(self._journal.created, upload, answer["UploadId"])
 
     async def _send(self, index: int, part: Part) -> SentPart:
@@ -77,7 +84,7 @@ class Upload:
             await self._source.ready(part.start, part.stop)
             body = Body(self._source.view[part.start : part.stop])
             try:
-                sent = await self._requests.pool.run_stoppable(body.stop, self._send_here, what, index + 1, body)
+                sent = await self._requests.run(Breaker(), self._send_here, what, index + 1, body)
             finally:
                 body.release()
             stored(self._source, part)
@@ -91,7 +98,7 @@ class Upload:
         if checksum:
             parameters["ChecksumCRC32C"] = in_base64(checksum)
         answer = self._requests.send_here("upload_part", what, **parameters)
-        return SentPart(number, answer["ETag"], checksum)
+        return SentPart(number, required(answer, "ETag", what), checksum)
 
     async def _complete(self, sent: list[SentPart]) -> float:
         """Make the object visible; returns when, by the store's clock.
@@ -108,6 +115,7 @@ class Upload:
             answer = await self._requests.send(
                 "complete_multipart_upload", self._key, MultipartUpload={"Parts": parts}, **self._where
             )
+            required(answer, "ETag", self._key)
         except Unavailable:
             if (seconds := await self._seconds_if_there(sent)) is None:
                 raise
@@ -129,9 +137,10 @@ class Upload:
 
     async def _aborted(self, upload: OpenUpload) -> bool:
         try:
-            await abort(self._requests, upload)
-        except CkptdError as error:
-            upload.abandoned = True  # the journal has it; it is tried again at intervals and at the next start
+            async with asyncio.timeout(ABORT_SECONDS):
+                await abort(self._requests, upload)
+        except (CkptdError, TimeoutError) as error:
+            upload.abandoned = True  # the journal has it; it is tried again after the next upload and at the next start
             log.warning("the upload of %s could not be aborted: %s", self._key, first_line(error))
             return False
         return True
@@ -152,6 +161,40 @@ async def abort(requests: Requests, upload: OpenUpload) -> int:
         except UploadGone:
             continue
     return aborted
+
+
+async def abort_abandoned(requests: Requests, journal: UploadJournal) -> None:
+    """Make up for aborts that the store did not answer. Never raises: what fails again stays in the journal."""
+    for upload in journal.abandoned():
+        with contextlib.suppress(CkptdError, TimeoutError):
+            async with asyncio.timeout(ABORT_SECONDS):
+                await abort(requests, upload)
+            await requests.pool.run(journal.ended, upload)
+
+
+async def abort_stale(requests: Requests, journal: UploadJournal) -> tuple[int, list[Exception]]:
+    """Abort this writer's abandoned uploads, and those of dead ones. How many the store still knew, and what went
+    wrong."""
+    aborted = 0
+    failures: list[Exception] = []
+
+    async def settled(upload: OpenUpload) -> bool:
+        nonlocal aborted
+        try:
+            aborted += await abort(requests, upload)
+        except CkptdError as error:
+            failures.append(error)
+            return False
+        return True
+
+    for upload in journal.abandoned():
+        if await settled(upload):
+            await requests.pool.run(journal.ended, upload)
+    with journal.dead_writers() as journals:
+        for dead in journals:
+            if all([await settled(upload) for upload in dead.uploads()]):
+                dead.remove()
+    return aborted, failures
 
 
 async def _ids_of(requests: Requests, key: str, name: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from types import TracebackType
@@ -46,6 +47,8 @@ RECEIPTS_KEPT_BYTES = 256 * MIB
 """Of receipts, as they lie in storage, that stay in memory beyond the newest one; decoded they take up to three times
 that. A reader of everything opens some tens of them, each of some MiB at most."""
 RECEIPTS_IN_FLIGHT_MAX = 8
+_log = logging.getLogger(__name__)
+
 OnBytes = Callable[[int], None]
 """Called with the size of what has just been read and verified."""
 
@@ -226,10 +229,21 @@ class CheckpointReader:
         await each(shard.windows(0, shard.size_bytes), self._width, one)
 
     async def _fill(self, shard: ShardMap, window: tuple[int, int], target: memoryview) -> None:
-        """Read the blocks of a window into ``target``, of exactly their size, and verify them."""
+        """Read the blocks of a window into ``target``, of exactly their size, and verify them. What differs is read
+        once more: bytes may have been damaged on the way, and what is stored is sound."""
         if self._lease is not None:
             with contextlib.suppress(StorageError):  # what is deleted then shows as missing
                 await self._lease.keep()
+        key = shard.records.receipt.shard.key
+        if (bad := await self._first_bad_block(shard, window, target)) is not None:
+            _log.warning("%s differs from its digest: reading again", place(self._backend, key))
+            bad = await self._first_bad_block(shard, window, target)
+        if bad is not None:
+            first, last = shard.starts[bad], shard.starts[bad + 1]
+            lies = shard.what_lies_at(first, last)
+            raise self._damaged(key, f"bytes {first} to {last}, {lies}, differ from their digest")
+
+    async def _first_bad_block(self, shard: ShardMap, window: tuple[int, int], target: memoryview) -> int | None:
         key = shard.records.receipt.shard.key
         async with self._gate:
             try:
@@ -239,11 +253,7 @@ class CheckpointReader:
             except ShortRead as error:
                 promise = f"the receipt promises {shard.size_bytes} bytes"
                 raise self._damaged(key, f"ends early: {error.message}; {promise}") from error
-            bad = await in_thread(shard.first_bad_block, window, target)
-        if bad is not None:
-            first, last = shard.starts[bad], shard.starts[bad + 1]
-            lies = shard.what_lies_at(first, last)
-            raise self._damaged(key, f"bytes {first} to {last}, {lies}, differ from their digest")
+            return await in_thread(shard.first_bad_block, window, target)
 
     # Details
 

@@ -31,6 +31,10 @@ Use = Literal["nearest", "further", "reading"]
 """What a store is open for. Each use has limits of its own."""
 
 
+EXAMINE_AGAIN_SECONDS = 60.0
+"""After a store did not answer its examination."""
+
+
 class Stores:
     """Ranks of one run share a backend, and so its limits."""
 
@@ -89,20 +93,43 @@ class Stores:
 
     async def _examine(self, backend: Backend) -> None:
         """Clean up after writers that died, and find out whether the store keeps its word. What it does not is logged
-        and shown, and training goes on: a save that it breaks fails by itself."""
-        try:
-            if isinstance(backend, LeavingUploads) and (count := await backend.abort_stale_uploads()):
-                log.info("%s: aborted %d uploads of dead writers", backend.url, count)
-            found = await backend.self_test() if isinstance(backend, SelfTesting) else []
-        except Exception as error:
-            found = [Finding("error", "self-test", first_line(error))]
-        self.findings[backend.url] = [finding for finding in found if finding.level != "ok"]
-        for finding in self.findings[backend.url]:
-            level = logging.ERROR if finding.level == "error" else logging.WARNING
-            log.log(level, "%s: %s: %s (%s)", backend.url, finding.subject, finding.message, finding.hint or "no hint")
+        and shown, and training goes on: a save that it breaks fails by itself. Tried again where the store did not
+        answer."""
+        while any(backend is other for other in self._open.values()):
+            found: list[Finding] = []
+            answered = True
+            for subject, test in (("uploads left open", _abort_stale), ("self-test", _self_test)):
+                try:
+                    found += await test(backend)
+                except Exception as error:
+                    answered = False
+                    found.append(Finding("error", subject, first_line(error)))
+            self._note(backend, [finding for finding in found if finding.level != "ok"])
+            if answered:
+                return
+            await asyncio.sleep(EXAMINE_AGAIN_SECONDS)
+
+    def _note(self, backend: Backend, found: list[Finding]) -> None:
+        known = self.findings.get(backend.url, [])
+        self.findings[backend.url] = found
+        for finding in found:
+            if finding not in known:
+                level = logging.ERROR if finding.level == "error" else logging.WARNING
+                hint = finding.hint or "no hint"
+                log.log(level, "%s: %s: %s (%s)", backend.url, finding.subject, finding.message, hint)
 
     async def aclose(self) -> None:
         await self.close_others(())
+
+
+async def _abort_stale(backend: Backend) -> list[Finding]:
+    if isinstance(backend, LeavingUploads) and (count := await backend.abort_stale_uploads()):
+        log.info("%s: aborted %d uploads of dead writers", backend.url, count)
+    return []
+
+
+async def _self_test(backend: Backend) -> list[Finding]:
+    return await backend.self_test() if isinstance(backend, SelfTesting) else []
 
 
 def _interval_of(tier: TierOfRun) -> Interval:

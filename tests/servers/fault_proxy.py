@@ -11,6 +11,7 @@ import http.client
 import http.server
 import itertools
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,9 @@ from devtools.seaweedfs import S3Endpoint
 UPSTREAM_SECONDS = 30.0
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "proxy-connection", "expect"}
 UNSIGNED = {"authorization", "x-amz-date", "x-amz-content-sha256", "host", "content-length", "user-agent"}
+
+SLUGGISH_BYTES = 64 * 1024
+"""Taken at once by a sluggish server."""
 
 Fault = Callable[["Exchange"], None]
 
@@ -76,19 +80,22 @@ class Exchange:
         headers = {name: value for name, value in self.headers.items() if name not in HOP_BY_HOP}
         return self._ask(self.target, headers, self.body)
 
-    def pass_on_signed_anew(self, *, without: tuple[str, ...] = (), body: bytes | None = None) -> Answer:
-        """The store's answer to the request without some headers, or with another body, signed by the proxy: whatever
-        the client's credentials were."""
+    def pass_on_signed_anew(
+        self, *, without: tuple[str, ...] = (), body: bytes | None = None, more: str = ""
+    ) -> Answer:
+        """The store's answer to the request without some headers, with another body, or with ``more`` in the query,
+        signed by the proxy: whatever the client's credentials were."""
         kept = {
             name: value
             for name, value in self.headers.items()
             if name not in HOP_BY_HOP | UNSIGNED and name not in without
         }
         server, data = self.proxy.server, self.body if body is None else body
-        request = AWSRequest(self.method, server.endpoint_url + self.target, headers=kept, data=data)
+        target = f"{self.target}{'&' if '?' in self.target else '?'}{more}" if more else self.target
+        request = AWSRequest(self.method, server.endpoint_url + target, headers=kept, data=data)
         S3SigV4Auth(Credentials(server.access_key_id, server.secret_access_key), "s3", server.region).add_auth(request)
         headers = dict(request.headers.items())
-        return self._ask(self.target, headers | {"host": urlsplit(server.endpoint_url).netloc}, data)
+        return self._ask(target, headers | {"host": urlsplit(server.endpoint_url).netloc}, data)
 
     def _ask(self, target: str, headers: dict[str, str], body: bytes) -> Answer:
         connection = http.client.HTTPConnection(self.proxy.upstream, timeout=UPSTREAM_SECONDS)
@@ -157,6 +164,26 @@ def deaf(exchange: Exchange) -> None:
     exchange.hang_up()
 
 
+def silent_after_headers(exchange: Exchange) -> None:
+    """Begin to answer, and say no more."""
+    exchange.reply(exchange.pass_on(), body=b"")
+    exchange.proxy.closing.wait(UPSTREAM_SECONDS)
+    exchange.hang_up()
+
+
+def sluggish(bytes_per_second: float) -> Fault:
+    """Take the body slowly. For a proxy with a small ``receive_bytes``, else the kernel takes it at once."""
+
+    def fault(exchange: Exchange) -> None:
+        taken, size = bytearray(), int(exchange.headers.get("content-length", 0))
+        while len(taken) < size and not exchange.proxy.closing.wait(SLUGGISH_BYTES / bytes_per_second):
+            taken += exchange.handler.rfile.read(min(SLUGGISH_BYTES, size - len(taken)))
+        exchange._body = bytes(taken)
+        exchange.reply(exchange.pass_on())
+
+    return fault
+
+
 def cut(exchange: Exchange) -> None:
     """Break the connection before the request took effect."""
     exchange.hang_up()
@@ -165,6 +192,55 @@ def cut(exchange: Exchange) -> None:
 def lose_answer(exchange: Exchange) -> None:
     """Let the request take effect and break the connection before the answer."""
     exchange.pass_on()
+    exchange.hang_up()
+
+
+def deliver_late(release: threading.Event, delivered: threading.Event) -> Fault:
+    """Break the connection, and let the request take effect only when it is released: long after it was sent again."""
+
+    def fault(exchange: Exchange) -> None:
+        _ = exchange.body
+        exchange.hang_up()
+        release.wait(UPSTREAM_SECONDS)
+        exchange.pass_on()
+        delivered.set()
+
+    return fault
+
+
+def deliver_twice(exchange: Exchange) -> None:
+    """The request takes effect twice; the first answer is the one that is heard."""
+    answer = exchange.pass_on()
+    exchange.pass_on()
+    exchange.reply(answer)
+
+
+def page_of_a_gateway(status: int) -> Fault:
+    """What something in between says that does not know S3."""
+
+    def fault(exchange: Exchange) -> None:
+        exchange.reply(Answer(status, {"content-type": "text/html"}, b"<html><body>hello</body></html>"))
+
+    return fault
+
+
+def empty_answer(exchange: Exchange) -> None:
+    """Success, and nothing else; the request took no effect."""
+    exchange.reply(Answer(200, {}, b""))
+
+
+def pages_of(count: int) -> Fault:
+    """List so few objects at once."""
+    return lambda exchange: exchange.reply(exchange.pass_on_signed_anew(more=f"max-keys={count}"))
+
+
+def without_length(exchange: Exchange) -> None:
+    """Send 70 % of the body, do not say how long it is, and close: a client cannot know that there was more."""
+    answer = exchange.pass_on()
+    exchange.handler.send_response_only(answer.status)
+    exchange.handler.send_header("connection", "close")
+    exchange.handler.end_headers()
+    exchange.handler.wfile.write(answer.body[: len(answer.body) * 7 // 10])
     exchange.hang_up()
 
 
@@ -228,27 +304,41 @@ def one_after_another(*faults: Fault) -> Fault:
     return lambda exchange: next(turns)(exchange)
 
 
+def in_turn(*faults: Fault) -> Fault:
+    """Each request meets the next of them, round and round."""
+    turns = itertools.cycle(faults)
+    return lambda exchange: next(turns)(exchange)
+
+
 # The server
 
 
 class FaultProxy:
     """A context manager. ``seen`` lists all requests, ``connections`` counts what was accepted."""
 
-    def __init__(self, server: S3Endpoint) -> None:
+    def __init__(self, server: S3Endpoint, *, tls: ssl.SSLContext | None = None, receive_bytes: int = 0) -> None:
+        """``tls``: speak it, with this certificate. ``receive_bytes``: what the kernel may take ahead of us."""
         self.server = server
+        self.scheme = "https" if tls else "http"
         self.upstream = urlsplit(server.endpoint_url).netloc
         self.seen: list[Exchange] = []
         self.connections = 0
+        self.hang_up_at_once = False
+        """Close what connects, before a byte is read."""
         self.closing = threading.Event()
         self._rules: list[Rule] = []
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
         self._http = _Server(("127.0.0.1", 0), _handler(self))
+        if receive_bytes:
+            self._http.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        if tls:
+            self._http.socket = tls.wrap_socket(self._http.socket, server_side=True, do_handshake_on_connect=False)
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), name="fault-proxy")
 
     @property
     def endpoint_url(self) -> str:
-        return f"http://127.0.0.1:{self._http.server_address[1]}"
+        return f"{self.scheme}://127.0.0.1:{self._http.server_address[1]}"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -278,6 +368,11 @@ class FaultProxy:
         with self._lock:
             self._rules.clear()
             self.seen.clear()
+
+    def unmet(self) -> list[str]:
+        """The operations of faults that fewer requests have met than were to."""
+        with self._lock:
+            return [rule.operation for rule in self._rules if rule.left > 0]
 
     def count(self, operation: str) -> int:
         """How many requests of this kind there were."""
@@ -361,7 +456,8 @@ def _handler(proxy: FaultProxy) -> type[http.server.BaseHTTPRequestHandler]:
 
         def handle(self) -> None:
             with proxy.connection(self.connection), contextlib.suppress(OSError):
-                super().handle()
+                if not proxy.hang_up_at_once:
+                    super().handle()
 
         def _serve(self) -> None:
             parts = urlsplit(self.path)
