@@ -73,7 +73,7 @@ class Loop:
         self._compute(self.products)
         if before_optimizer is not None:
             before_optimizer()
-        self._state.optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+        self._state.step()
         self.number += 1
         subject.stepped(self.number)
 

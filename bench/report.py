@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from bench.goals import Goal, goals
 from bench.run import Results
 from bench.summary import Figures, summarize
-
-Row = Sequence[str]
+from bench.tables import Row, table
 
 
 def report(results: Results) -> str:
@@ -24,11 +23,11 @@ def report(results: Results) -> str:
             "",
             *_setting(results),
             "",
-            *_table(_RATIOS, (_ratios(found, state_bytes) for found in figures.values())),
+            *table(_RATIOS, (_ratios(found, state_bytes) for found in figures.values())),
             "",
-            *_table(_SECONDS, (_seconds(found) for found in figures.values())),
+            *table(_SECONDS, (_seconds(found) for found in figures.values())),
             "",
-            *_table(_PROMISES, (_promises(found) for found in figures.values())),
+            *table(_PROMISES, (_promises(found) for found in figures.values())),
             "",
             *_goals(goals(figures, tensors)),
             *_failures(failed),
@@ -43,10 +42,6 @@ def _setting(results: Results) -> list[str]:
         f"{machine['file_system']}. {settings['rounds']} rounds of {settings['saves']} measured saves; "
         f"{settings['step_seconds']:g} s of computation a step, on one thread.",
     ]
-
-
-def _table(head: Row, rows: Iterable[Row]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (head, ["---", *["--:"] * (len(head) - 1)], *rows)]
 
 
 _RATIOS = (
@@ -146,7 +141,7 @@ def _goals(found: Sequence[Goal]) -> list[str]:
         ]
         for goal in found
     ]
-    return [*_table(("ckptd's goals", "limit", "measured", "met"), rows), ""] if rows else []
+    return [*table(("ckptd's goals", "limit", "measured", "met"), rows), ""] if rows else []
 
 
 def _failures(failed: Mapping[str, str]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -13,11 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
+from bench.environments import NotInstalled, interpreter
 from bench.settings import Settings
+from bench.subjects import SUBJECTS
 from devtools.processes import kill_group, spawn
 
 FORMAT = "ckptd-bench/1"
-TURN_SECONDS = 1800.0
+TURN_SECONDS = 900.0
 """A turn that takes longer has failed."""
 ROOT = Path(__file__).parent.parent
 
@@ -44,10 +45,14 @@ def run(settings: Settings, names: Sequence[str], folder: Path, after_turn: Call
 
 
 def _turn(name: str, settings: Settings, folder: Path) -> dict[str, Any]:
+    try:
+        python = interpreter(SUBJECTS[name].environment)
+    except NotInstalled as error:
+        return {"error": str(error)}
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="turn-", dir=folder, ignore_cleanup_errors=True) as place:
         result, log = Path(place) / "result.json", Path(place) / "log"
-        argv: list[str | Path] = [sys.executable, "-m", "bench.turn", name, json.dumps(asdict(settings)), place, result]
+        argv: list[str | Path] = [python, "-m", "bench.turn", name, json.dumps(asdict(settings)), place, result]
         with log.open("wb") as output:
             process = spawn(argv, env={"OMP_NUM_THREADS": "1"}, cwd=ROOT, output=output)
             try:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Dtype = Literal["fp32", "bf16"]
 
 MB = 1_000_000
 ATTEMPTS = 3
@@ -18,6 +21,8 @@ class Settings:
     state_bytes: int = 512 * MB
     tensors: int | None = None
     """Of the whole state, all of one size; ``None``: shaped like a GPT."""
+    dtype: Dtype = "fp32"
+    """Of the model's parameters; see :mod:`bench.state`."""
     rounds: int = 2
     """How often each subject has its turn."""
     saves: int = 3
@@ -35,4 +40,4 @@ class Settings:
     def name(self) -> str:
         """For the files of the results."""
         shape = "gpt" if self.tensors is None else f"{self.tensors}-tensors"
-        return f"{self.state_bytes // MB}mb-{shape}"
+        return "-".join([f"{self.state_bytes // MB}mb", shape, *(["bf16"] if self.dtype == "bf16" else [])])
