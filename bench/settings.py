@@ -36,8 +36,14 @@ class Settings:
     step_seconds: float = 0.3
     """Of computation in a training step, beside the optimizer's."""
 
+    window_steps: int = 4
+    """So many steps a window has at least."""
+    label: str = ""
+    """Behind the name of the results, where a state is measured in more than one way."""
+
     @property
     def name(self) -> str:
         """For the files of the results."""
         shape = "gpt" if self.tensors is None else f"{self.tensors}-tensors"
-        return "-".join([f"{self.state_bytes // MB}mb", shape, *(["bf16"] if self.dtype == "bf16" else [])])
+        parts = [f"{self.state_bytes // MB}mb", shape, self.dtype if self.dtype != "fp32" else "", self.label]
+        return "-".join(part for part in parts if part)

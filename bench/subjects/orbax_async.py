@@ -29,7 +29,7 @@ class Orbax(Subject):
     """As it comes, which is with compression."""
 
     promises = Promises(
-        fsync=True, digest="CRC-32C", commit="folder's rename", software=f"orbax-checkpoint {version('orbax-checkpoint')}"
+        fsync=True, digest="CRC-32C of the index", commit="folder's rename", software=f"orbax-checkpoint {version('orbax-checkpoint')}"
     )
     compression = True
 
