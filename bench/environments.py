@@ -50,7 +50,18 @@ def _make(place: Path, pins: Path) -> None:
     (own / "behind.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     torch = place / "torch.txt"
     torch.write_text(f"torch=={version('torch').partition('+')[0]}\n")
-    argv = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--constraint", torch, "--requirement", pins]
+    argv: list[str | Path] = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--constraint",
+        torch,
+        "--requirement",
+        pins,
+    ]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False)
     except subprocess.TimeoutExpired:

@@ -29,7 +29,16 @@ ONE_OF_EACH = (
     "orbax, no compression",
 )
 """Each peer once, in its best way."""
-FASTEST = (FLOOR, OVERLAPPED_FLOOR, OURS, OURS_EAGER, "torch.save", "dcp experimental", "dlrover flash", "torchsnapshot")
+FASTEST = (
+    FLOOR,
+    OVERLAPPED_FLOOR,
+    OURS,
+    OURS_EAGER,
+    "torch.save",
+    "dcp experimental",
+    "dlrover flash",
+    "torchsnapshot",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +73,9 @@ PLANS: Mapping[str, Plan] = {
     ),
     "sizes": Plan(
         "64 MB to 6 GB, or as much as memory takes: about 25 minutes",
-        tuple(replace(_ONCE, state_bytes=size, label="sizes") for size in (64 * MB, 512 * MB, 1500 * MB, 4 * GB, 6 * GB)),
+        tuple(
+            replace(_ONCE, state_bytes=size, label="sizes") for size in (64 * MB, 512 * MB, 1500 * MB, 4 * GB, 6 * GB)
+        ),
         FASTEST,
     ),
     "tensors": Plan(

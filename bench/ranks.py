@@ -108,6 +108,7 @@ class Ranks:
 
 def measure(world: int, size: int, saves: int, place: Path) -> dict[str, Any]:
     """One world with states of one size: a daemon, ranks, warm-up and measured saves."""
+    place.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         short = tempfile.TemporaryDirectory(prefix="ckptd-bench-")  # the name of a socket has little room
         daemon = stack.enter_context(Daemon(Path(stack.enter_context(short))))

@@ -37,7 +37,9 @@ def report(results: Results) -> str:
 def brief(results: Results, place: str) -> str:
     """A run in one table; ``place``: where its report and plot lie, without what follows the dot."""
     figures, failed = summarize(results)
-    rows = [_brief(figures[name]) if name in figures else _not_measured(failed[name], name) for name in results["subjects"]]
+    rows = [
+        _brief(figures[name]) if name in figures else _not_measured(failed[name], name) for name in results["subjects"]
+    ]
     title = _title(results) if figures else "no subject was measured"
     more = f"[All figures]({place}.md), [plot]({place}.svg), [samples]({place}.json)."
     return "\n".join([f"### {title}", "", *_setting(results), more, "", *table(_BRIEF, rows), ""])

@@ -16,6 +16,7 @@ import tempfile
 import urllib.request
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -93,10 +94,10 @@ def measure(ways: dict[str, Way], memory: memoryview, rounds: int, kinds: Sequen
             way = ways[name]
             for kind in kinds:
                 if kind == "upload":
-                    seconds, cpu = timed(lambda way=way: way.upload("object", memory))
+                    seconds, cpu = timed(partial(way.upload, "object", memory))
                 else:
                     out[:] = bytes(len(out))
-                    seconds, cpu = timed(lambda way=way: way.download("object", out, verify))
+                    seconds, cpu = timed(partial(way.download, "object", out, verify))
                 if number:
                     sample = found[kind].setdefault(name, {"seconds": [], "cpu": []})
                     sample["seconds"].append(seconds)
@@ -164,7 +165,14 @@ class _WeedCopy(Way):
 
     def upload(self, key: str, view: memoryview) -> None:
         target = f"{self._filer}/copied/{random.getrandbits(64):x}/"
-        argv = [weed(), "filer.copy", f"-concurrentChunks={AT_ONCE}", f"-maxMB={PART_BYTES >> 20}", self._file, target]
+        argv: list[str | Path] = [
+            weed(),
+            "filer.copy",
+            f"-concurrentChunks={AT_ONCE}",
+            f"-maxMB={PART_BYTES >> 20}",
+            self._file,
+            target,
+        ]
         done = subprocess.run(argv, capture_output=True, text=True, check=False)
         if done.returncode:
             raise OSError(f"{OWN_CLIENT}: {done.stderr.strip().splitlines()[-1:]}")

@@ -180,9 +180,12 @@ class Boto3Transfer(Way):
 
     def download(self, key: str, out: memoryview, verify: Verify) -> None:
         self._client.download_fileobj(self.server.bucket, f"{self.run}/{key}", _Into(out), Config=self._config)
+
+        def check(start: int) -> None:
+            verify(start, out[start : start + PART_BYTES])
+
         with ThreadPoolExecutor(AT_ONCE) as threads:
-            starts = range(0, len(out), PART_BYTES)
-            list(threads.map(lambda start: verify(start, out[start : start + PART_BYTES]), starts))
+            list(threads.map(check, range(0, len(out), PART_BYTES)))
 
     def close(self) -> None:
         self._client.close()

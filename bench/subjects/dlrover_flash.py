@@ -43,9 +43,7 @@ class _Saving(Handle):
 class Flash(Subject):
     """To disk at every save. Skips, without a word, a save that comes while the last one is being written."""
 
-    promises = Promises(
-        fsync=False, digest="CRC-32", commit="tracker file", software=f"dlrover {version('dlrover')}"
-    )
+    promises = Promises(fsync=False, digest="CRC-32", commit="tracker file", software=f"dlrover {version('dlrover')}")
     restores_from_memory = True
 
     def open(self) -> None:

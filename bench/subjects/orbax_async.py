@@ -11,6 +11,7 @@ import torch
 from bench.subject import Handle, Promises, Subject
 
 _library: Any = import_module("orbax.checkpoint")
+_torch: Any = torch
 _bfloat16: Any = import_module("ml_dtypes").bfloat16
 
 
@@ -29,7 +30,10 @@ class Orbax(Subject):
     """As it comes, which is with compression."""
 
     promises = Promises(
-        fsync=True, digest="CRC-32C of the index", commit="folder's rename", software=f"orbax-checkpoint {version('orbax-checkpoint')}"
+        fsync=True,
+        digest="CRC-32C of the index",
+        commit="folder's rename",
+        software=f"orbax-checkpoint {version('orbax-checkpoint')}",
     )
     compression = True
 
@@ -64,5 +68,5 @@ def _as_array(tensor: torch.Tensor) -> Any:
 
 def _as_tensor(array: Any) -> torch.Tensor:
     if array.dtype == _bfloat16:
-        return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
-    return torch.from_numpy(array)
+        return _torch.from_numpy(array.view("int16")).view(torch.bfloat16)
+    return _torch.from_numpy(array)
