@@ -67,6 +67,5 @@ def _as_array(tensor: torch.Tensor) -> Any:
 
 
 def _as_tensor(array: Any) -> torch.Tensor:
-    if array.dtype == _bfloat16:
-        return _torch.from_numpy(array.view("int16")).view(torch.bfloat16)
-    return _torch.from_numpy(array)
+    plain: torch.Tensor = _torch.from_numpy(array.view("int16") if array.dtype == _bfloat16 else array)
+    return plain.view(torch.bfloat16) if array.dtype == _bfloat16 else plain
