@@ -38,6 +38,8 @@ class Settings:
 
     window_steps: int = 4
     """So many steps a window has at least."""
+    turn_seconds: float = 900.0
+    """A turn that takes longer has failed."""
     label: str = ""
     """Behind the name of the results, where a state is measured in more than one way."""
 

@@ -17,7 +17,7 @@ from bench.__main__ import size
 from bench.plans import PLANS
 from bench.plot import plot, plot_scaling
 from bench.report import brief, report
-from bench.run import FORMAT, Results, run
+from bench.run import FORMAT, Results, last_words, run
 from bench.s3_ways import WAYS
 from bench.settings import Settings
 from bench.subjects import SUBJECTS, Entry
@@ -174,6 +174,12 @@ def test_the_page_and_the_plots_are_written_from_results(results: Results, tmp_p
     assert "over-gb" not in plot_scaling([(1, figures), (2, figures)], "GB")
     with pytest.raises(ValueError, match="no place for the tables"):
         docs.with_tables("nothing", "")
+
+
+def test_the_words_of_a_failure_are_the_exceptions_not_what_others_log_after_it() -> None:
+    text = "Traceback:\n  File x\n[rank0]: OSError: [Errno 24] Too many open files: '/place/of/a'\nINFO - still here\n"
+    assert last_words(text, 1) == "OSError: [Errno 24] Too many open files: 'a'"
+    assert last_words("", -9) == "ended with -9"
 
 
 class Liar(Eager):
