@@ -68,7 +68,7 @@ def _turn(name: str, settings: Settings, folder: Path) -> dict[str, Any]:
 
 
 def last_words(text: str, code: int) -> str:
-    """What an exception said at last, with the last parts of paths only: what lies where on this machine is not told."""
+    """What an exception said at last, with only the last parts of paths: what lies where here is not told."""
     lines = [line.removeprefix("[rank0]: ") for line in text.splitlines()]
     whole = [line for line in lines if line and not line[0].isspace()]
     raised = [line for line in whole if _RAISED.match(line)]
