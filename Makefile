@@ -50,5 +50,5 @@ constraints: $(READY)  ## pin what is installed now
 	$(BIN)/pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' > constraints.txt
 
 clean:
-	rm -rf $(VENV) bench/.venvs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -19,7 +19,7 @@ from pathlib import Path
 
 PINS = Path(__file__).parent / "peers"
 """One list of pinned releases for each environment."""
-ENVIRONMENTS = Path(__file__).parent / ".venvs"
+ENVIRONMENTS = Path(__file__).parent.parent / "build" / "peers"
 INSTALL_SECONDS = 900.0
 _DONE = "installed.txt"
 """In an environment: the pins that it was made from."""

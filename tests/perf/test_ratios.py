@@ -18,11 +18,11 @@ from bench.settings import MB, Settings
 from bench.subjects import FLOOR, OURS, OURS_EAGER
 from bench.summary import Figures, summarize
 
-pytestmark = [pytest.mark.perf, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.perf, pytest.mark.timeout(900)]
 
 SETTINGS = Settings(
-    state_bytes=128 * MB,
-    rounds=2,
+    state_bytes=64 * MB,
+    rounds=1,
     saves=3,
     warm_ups=1,
     restores=1,
