@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 WORKERS ?= 3
 
-.PHONY: demo test check bench power test-minio constraints clean
+.PHONY: demo test check bench perf power test-minio constraints clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)  ## the main job end to end: train, kill, resume; local disk, then S3
@@ -27,11 +27,14 @@ check: $(READY)
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-bench: $(READY)  ## stall, time to durable and restore against torch.save and dcp.async_save
+bench: $(READY)  ## lost training time, time to durable and restore of ckptd and its peers; ARGS="--help" says what else
 	$(BIN)/python -m bench $(ARGS)
 
 power: $(READY)  ## loss of power after every change of the disk, in many stories; ARGS="--first SEED --seeds N"
 	$(BIN)/python -m tests.power $(ARGS)
+
+perf: $(READY)  ## a few ratios against wide bounds, on a quiet machine
+	$(BIN)/python -m pytest -m perf $(ARGS)
 
 test-minio: $(READY)  ## the S3 tests against the server that CKPTD_TEST_S3_{ENDPOINT,ACCESS_KEY,SECRET_KEY,BUCKET} name
 	@: $${CKPTD_TEST_S3_ENDPOINT:?set it to the URL of an S3 server} $${CKPTD_TEST_S3_ACCESS_KEY:?} \
@@ -43,7 +46,7 @@ $(READY): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ckptd needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,s3,fsspec,torch]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,bench,s3,fsspec,torch]'
 	@touch $@
 
 constraints: $(READY)  ## pin what is installed now

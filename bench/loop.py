@@ -18,8 +18,6 @@ from bench.probes import Cpu, sync_files
 from bench.state import TrainingState
 from bench.subject import Handle, Subject, files_of
 
-WINDOW_STEPS = 4
-"""A window has at least so many steps."""
 DURABLE_SECONDS = 300.0
 """A save that takes longer has failed."""
 _WIDTH = 256
@@ -47,9 +45,10 @@ class SaveWindow:
 class Loop:
     """Steps of training with a subject beside them."""
 
-    def __init__(self, state: TrainingState, step_seconds: float) -> None:
+    def __init__(self, state: TrainingState, step_seconds: float, window_steps: int) -> None:
         """``step_seconds``: how long the products of one step take, about."""
         self._state = state
+        self._window_steps = window_steps
         self._left = torch.randn(_WIDTH, _WIDTH)
         self._right = torch.randn(_WIDTH, _WIDTH)
         self._product = torch.empty(_WIDTH, _WIDTH)
@@ -73,16 +72,16 @@ class Loop:
         self._compute(self.products)
         if before_optimizer is not None:
             before_optimizer()
-        self._state.optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+        self._state.step()
         self.number += 1
         subject.stepped(self.number)
 
     def undisturbed(self, subject: Subject) -> float:
         """A window without a save; returns the seconds that a step took."""
         began = time.perf_counter()
-        for _ in range(WINDOW_STEPS):
+        for _ in range(self._window_steps):
             self.step(subject)
-        return (time.perf_counter() - began) / WINDOW_STEPS
+        return (time.perf_counter() - began) / self._window_steps
 
     def with_save(self, subject: Subject) -> SaveWindow:
         """Save now, and train until it is durable, and for a window at least. Raises what the save ends with."""
@@ -104,7 +103,7 @@ class Loop:
 
         self.step(subject, wait_copied)
         steps = 1
-        while steps < WINDOW_STEPS or not waiter.done:
+        while steps < self._window_steps or not waiter.done:
             if time.perf_counter() - began > DURABLE_SECONDS:
                 raise TimeoutError(f"not durable after {DURABLE_SECONDS:g} s")
             self.step(subject)

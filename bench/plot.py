@@ -1,45 +1,62 @@
-"""Bars as SVG, by hand: a plot needs no library."""
+"""Plots as SVG. Same figures, same bytes: nothing of time or chance goes in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from html import escape
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
-from bench.subjects import OURS, OURS_EAGER
+import matplotlib as _matplotlib
+from matplotlib.figure import Figure as _Figure
+
+from bench.subjects import FLOOR, OURS, OURS_EAGER, OVERLAPPED_FLOOR
 from bench.summary import Figures
 
-WIDTH, ROW, LABEL, PANEL = 860, 22, 260, 300
-_COLOUR = {OURS: "#2563eb", OURS_EAGER: "#60a5fa"}
+_COLOURS = {OURS: "#2563eb", OURS_EAGER: "#60a5fa", FLOOR: "#d1d5db", OVERLAPPED_FLOOR: "#d1d5db"}
 _OTHERS = "#9ca3af"
+_ROW_INCHES, _WIDTH_INCHES = 0.28, 10.0
 
-_PANELS: tuple[tuple[str, Callable[[Figures], float]], ...] = (
-    ("training time lost per save, s", lambda found: max(found.lost, 0.0)),
-    ("save → durable, s", lambda found: found.durable),
-)
+matplotlib = cast(Any, _matplotlib)  # whose own types are incomplete
+Figure = cast(Any, _Figure)
+matplotlib.rcParams.update({"svg.hashsalt": "ckptd", "svg.fonttype": "none", "font.size": 9})
 
 
 def plot(figures: Mapping[str, Figures]) -> str:
-    """Two panels of bars side by side, one row a subject."""
-    height = ROW * (len(figures) + 2)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
-        f'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
-    ]
-    for row, name in enumerate(figures):
-        parts.append(f'<text x="{LABEL - 8}" y="{_baseline(row)}" text-anchor="end">{escape(name)}</text>')
-    for number, (title, value) in enumerate(_PANELS):
-        left = LABEL + number * PANEL
-        largest = max(value(found) for found in figures.values()) or 1.0
-        parts.append(f'<text x="{left}" y="{ROW - 7}" font-weight="bold">{escape(title)}</text>')
-        for row, (name, found) in enumerate(figures.items()):
-            length = value(found) / largest * (PANEL - 70)
-            top, colour = ROW * (row + 1) + 4, _COLOUR.get(name, _OTHERS)
-            parts.append(
-                f'<rect x="{left}" y="{top}" width="{max(length, 1):.1f}" height="{ROW - 8}" fill="{colour}"/>'
-            )
-            parts.append(f'<text x="{left + length + 5:.1f}" y="{_baseline(row)}">{value(found):.3f}</text>')
-    return "\n".join([*parts, "</svg>", ""])
+    """Lost time with its interval, and time to durable, one row a subject."""
+    names = list(figures)[::-1]
+    colours = [_COLOURS.get(name, _OTHERS) for name in names]
+    figure = Figure(figsize=(_WIDTH_INCHES, _ROW_INCHES * len(names) + 0.8), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    lost = [figures[name].lost for name in names]
+    bounds = [figures[name].lost_interval for name in names]
+    below = [max(value - low, 0.0) for value, (low, _) in zip(lost, bounds, strict=True)]
+    above = [max(high - value, 0.0) for value, (_, high) in zip(lost, bounds, strict=True)]
+    left.barh(names, lost, color=colours, xerr=(below, above), error_kw={"elinewidth": 0.8})
+    left.set_title("training time lost per save, s (95 %)")
+    durable = right.barh(names, [figures[name].durable for name in names], color=colours)
+    right.bar_label(durable, fmt="%.2f", padding=3)
+    right.set_title("save → durable, s")
+    right.margins(x=0.12)
+    return _svg(figure)
 
 
-def _baseline(row: int) -> int:
-    return ROW * (row + 1) + ROW - 8
+def plot_scaling(found: Sequence[tuple[float, Mapping[str, Figures]]], quantity: str) -> str:
+    """Lost time and time to durable over a quantity: for each of its values the figures of that run."""
+    figure = Figure(figsize=(_WIDTH_INCHES, 4), layout="constrained")
+    names = dict.fromkeys(name for _, figures in found for name in figures)
+    panels = (("stall", "stall, s"), ("durable", "save → durable, s"))
+    for axes, (field, title) in zip(figure.subplots(1, 2), panels, strict=True):
+        for name in names:
+            points = [(at, max(getattr(figures[name], field), 1e-4)) for at, figures in found if name in figures]
+            style = {"color": _COLOURS[name], "linewidth": 2} if name in _COLOURS else {"linewidth": 1}
+            axes.loglog([at for at, _ in points], [value for _, value in points], marker="o", label=name, **style)
+        axes.set_title(title)
+        axes.set_xlabel(quantity)
+    figure.legend(loc="outside right upper", fontsize=8)
+    return _svg(figure)
+
+
+def _svg(figure: Any) -> str:
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()

@@ -2,38 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from bench.goals import Goal, goals
 from bench.run import Results
 from bench.summary import Figures, summarize
-
-Row = Sequence[str]
+from bench.tables import Row, table
 
 
 def report(results: Results) -> str:
     """A run as Markdown."""
     figures, failed = summarize(results)
     if not figures:
-        return "\n".join(_failures(failed))
-    tensors = next(turn["tensors"] for turns in results["subjects"].values() for turn in turns if "tensors" in turn)
-    state_bytes = next(t["state_bytes"] for turns in results["subjects"].values() for t in turns if "state_bytes" in t)
+        return "\n".join(table(_FAILED, failed.items()))
+    state_bytes, tensors = _state(results)
     return "\n".join(
         [
-            f"## {state_bytes / 1e9:.3g} GB in {tensors:,} tensors",
+            f"## {_title(results)}",
             "",
             *_setting(results),
             "",
-            *_table(_RATIOS, (_ratios(found, state_bytes) for found in figures.values())),
+            *table(_RATIOS, (_ratios(found, state_bytes) for found in figures.values())),
             "",
-            *_table(_SECONDS, (_seconds(found) for found in figures.values())),
+            *table(_SECONDS, (_seconds(found) for found in figures.values())),
             "",
-            *_table(_PROMISES, (_promises(found) for found in figures.values())),
+            *table(_PROMISES, (_promises(found) for found in figures.values())),
             "",
             *_goals(goals(figures, tensors)),
             *_failures(failed),
         ]
     )
+
+
+def brief(results: Results, place: str) -> str:
+    """A run in one table; ``place``: where its report and plot lie, without what follows the dot."""
+    figures, failed = summarize(results)
+    rows = [
+        _brief(figures[name]) if name in figures else _not_measured(failed[name], name) for name in results["subjects"]
+    ]
+    title = _title(results) if figures else "no subject was measured"
+    more = f"[All figures]({place}.md), [plot]({place}.svg), [samples]({place}.json)."
+    return "\n".join([f"### {title}", "", *_setting(results), more, "", *table(_BRIEF, rows), ""])
+
+
+_BRIEF = (
+    "",
+    "stall, s",
+    "lost, s (95 %)",
+    "lost / memcpy",
+    "durable, s",
+    "durable / bare write",
+    "restore, s: cold",
+    "memory / state",
+    "read back",
+    "synced",
+    "digest",
+    "commit",
+)
+
+
+def _brief(found: Figures) -> Row:
+    low, high = found.lost_interval
+    promised = _promises(found)
+    return [
+        found.name,
+        f"{found.stall:.4f}",
+        f"{found.lost:.2f} ({low:.2f} … {high:.2f})",
+        f"{found.lost / found.memcpy:.1f}",
+        f"{found.durable:.2f}",
+        f"{found.durable / max(found.direct_write, found.memcpy):.2f}",
+        f"{found.cold:.2f}",
+        f"{found.memory_held / found.state_bytes:.2f}",
+        "equal",
+        *promised[1:4],
+    ]
+
+
+def _not_measured(words: str, name: str) -> Row:
+    """A row that says why."""
+    return [name, f"not measured: {words}".replace("|", "/"), *[""] * (len(_BRIEF) - 2)]
+
+
+def _state(results: Results) -> tuple[int, int]:
+    """Bytes and tensors."""
+    turn = next(turn for turns in results["subjects"].values() for turn in turns if "tensors" in turn)
+    return turn["state_bytes"], turn["tensors"]
+
+
+def _title(results: Results) -> str:
+    state_bytes, tensors = _state(results)
+    settings = results["settings"]
+    words = [f"{state_bytes / 1e9:.3g} GB in {tensors:,} tensors", settings.get("dtype", "fp32")]
+    if settings.get("label"):
+        words.append(settings["label"])
+    return ", ".join(words)
 
 
 def _setting(results: Results) -> list[str]:
@@ -43,10 +105,6 @@ def _setting(results: Results) -> list[str]:
         f"{machine['file_system']}. {settings['rounds']} rounds of {settings['saves']} measured saves; "
         f"{settings['step_seconds']:g} s of computation a step, on one thread.",
     ]
-
-
-def _table(head: Row, rows: Iterable[Row]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (head, ["---", *["--:"] * (len(head) - 1)], *rows)]
 
 
 _RATIOS = (
@@ -146,8 +204,11 @@ def _goals(found: Sequence[Goal]) -> list[str]:
         ]
         for goal in found
     ]
-    return [*_table(("ckptd's goals", "limit", "measured", "met"), rows), ""] if rows else []
+    return [*table(("ckptd's goals", "limit", "measured", "met"), rows), ""] if rows else []
+
+
+_FAILED = ("not measured", "why")
 
 
 def _failures(failed: Mapping[str, str]) -> list[str]:
-    return [f"- {name} failed: {words}" for name, words in failed.items()]
+    return [*table(_FAILED, failed.items()), ""] if failed else []

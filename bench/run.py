@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -13,12 +13,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
+from bench.environments import NotInstalled, interpreter
 from bench.settings import Settings
+from bench.subjects import SUBJECTS
 from devtools.processes import kill_group, spawn
 
 FORMAT = "ckptd-bench/1"
-TURN_SECONDS = 1800.0
-"""A turn that takes longer has failed."""
+_RAISED = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
+_PATH = re.compile(r"(?<![\w.])(/[\w.+-]+)+")
 ROOT = Path(__file__).parent.parent
 
 Results = dict[str, Any]
@@ -44,28 +46,34 @@ def run(settings: Settings, names: Sequence[str], folder: Path, after_turn: Call
 
 
 def _turn(name: str, settings: Settings, folder: Path) -> dict[str, Any]:
+    try:
+        python = interpreter(SUBJECTS[name].environment)
+    except NotInstalled as error:
+        return {"error": str(error)}
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="turn-", dir=folder, ignore_cleanup_errors=True) as place:
         result, log = Path(place) / "result.json", Path(place) / "log"
-        argv: list[str | Path] = [sys.executable, "-m", "bench.turn", name, json.dumps(asdict(settings)), place, result]
+        argv: list[str | Path] = [python, "-m", "bench.turn", name, json.dumps(asdict(settings)), place, result]
         with log.open("wb") as output:
             process = spawn(argv, env={"OMP_NUM_THREADS": "1"}, cwd=ROOT, output=output)
             try:
-                process.wait(TURN_SECONDS)
+                process.wait(settings.turn_seconds)
             except subprocess.TimeoutExpired:
-                return {"error": f"not done after {TURN_SECONDS:g} s"}
+                return {"error": f"not done after {settings.turn_seconds:g} s"}
             finally:
                 kill_group(process)
         if process.returncode == 0:
             return cast("dict[str, Any]", json.loads(result.read_bytes()))
-        return {"error": _last_words(log.read_text(errors="replace"), place, process.returncode)}
+        return {"error": last_words(log.read_text(errors="replace"), process.returncode)}
 
 
-def _last_words(text: str, place: str, code: int) -> str:
-    """What an exception said at last, without folders of this machine."""
-    lines = [line for line in text.splitlines() if line and not line[0].isspace()]
-    words = lines[-1] if lines else f"ended with {code}"
-    return words.replace(place, "").replace(str(ROOT), "")[:300]
+def last_words(text: str, code: int) -> str:
+    """What an exception said at last, with only the last parts of paths: what lies where here is not told."""
+    lines = [line.removeprefix("[rank0]: ") for line in text.splitlines()]
+    whole = [line for line in lines if line and not line[0].isspace()]
+    raised = [line for line in whole if _RAISED.match(line)]
+    words = (raised or whole or [f"ended with {code}"])[-1]
+    return _PATH.sub(lambda path: path[0].rpartition("/")[2], words)[:300]
 
 
 def free_bytes(folder: Path) -> int:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Dtype = Literal["fp32", "bf16"]
 
 MB = 1_000_000
 ATTEMPTS = 3
@@ -18,6 +21,8 @@ class Settings:
     state_bytes: int = 512 * MB
     tensors: int | None = None
     """Of the whole state, all of one size; ``None``: shaped like a GPT."""
+    dtype: Dtype = "fp32"
+    """Of the model's parameters; see :mod:`bench.state`."""
     rounds: int = 2
     """How often each subject has its turn."""
     saves: int = 3
@@ -31,8 +36,16 @@ class Settings:
     step_seconds: float = 0.3
     """Of computation in a training step, beside the optimizer's."""
 
+    window_steps: int = 4
+    """So many steps a window has at least."""
+    turn_seconds: float = 900.0
+    """A turn that takes longer has failed."""
+    label: str = ""
+    """Behind the name of the results, where a state is measured in more than one way."""
+
     @property
     def name(self) -> str:
         """For the files of the results."""
         shape = "gpt" if self.tensors is None else f"{self.tensors}-tensors"
-        return f"{self.state_bytes // MB}mb-{shape}"
+        parts = [f"{self.state_bytes // MB}mb", shape, self.dtype if self.dtype != "fp32" else "", self.label]
+        return "-".join(part for part in parts if part)

@@ -21,6 +21,7 @@ class Figures:
     """One subject, in seconds and bytes; ``None`` for what it cannot do."""
 
     name: str
+    state_bytes: int
     software: dict[str, Any]
     saves: int
     foreign_cores: float
@@ -85,6 +86,7 @@ def _figures(name: str, turns: Sequence[dict[str, Any]]) -> Figures:
 
     return Figures(
         name=name,
+        state_bytes=turns[0]["state_bytes"],
         software=turns[0]["software"],
         saves=len(saves),
         foreign_cores=of_saves("foreign_cores"),

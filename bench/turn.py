@@ -53,8 +53,8 @@ class Bench:
         self._settings = settings
         self._probe = folder / "probe"
         factory = subjects.load(name)
-        self._state = TrainingState(settings.state_bytes, settings.tensors)
-        self._loop = Loop(self._state, settings.step_seconds)
+        self._state = TrainingState(settings.state_bytes, settings.tensors, settings.dtype)
+        self._loop = Loop(self._state, settings.step_seconds, settings.window_steps)
         self._replica = Replica(self._state)
         self._copy_seconds()  # warm from here on
         (folder / "subject").mkdir()

@@ -130,6 +130,11 @@ class SeaweedFS(S3Endpoint):
         return self._process is not None and self._process.poll() is None
 
     @property
+    def filer_url(self) -> str:
+        """Where its own clients, past S3, send files to."""
+        return f"http://127.0.0.1:{self._ports[3]}"
+
+    @property
     def pid(self) -> int:
         """The server's process id, to stop and continue it by signals."""
         if self._process is None:
@@ -173,7 +178,7 @@ class SeaweedFS(S3Endpoint):
         self._data_dir.mkdir(parents=True, exist_ok=True)
         log = self._data_dir / "weed.log"
         argv = [
-            _weed(),
+            weed(),
             "mini",
             f"-dir={self._data_dir}",
             "-ip=127.0.0.1",
@@ -239,7 +244,7 @@ class SeaweedFS(S3Endpoint):
         return True
 
 
-def _weed() -> str:
+def weed() -> str:
     """The server's program: in this interpreter's environment, activated or not, or on the path."""
     beside = Path(sysconfig.get_path("scripts")) / "weed"
     found = str(beside) if beside.exists() else shutil.which("weed")

@@ -33,7 +33,7 @@ GOING_SECONDS = 5
 """How long what a test started may take to end after the test."""
 LONGEST = ("ranks/test_flat", "examples/", "ranks/", "test_readme", "test_bench", "client/", "daemon/", "cases/")
 """What takes long, the longest first: how the names of its files begin, below this folder."""
-FOREIGN_FILES = ("/dev/", "/proc/", "/sys/", "/usr/", sys.prefix, sys.base_prefix)
+FOREIGN_FILES = ("/dev/", "/proc/", "/sys/", "/usr/", os.path.realpath(sys.prefix), sys.prefix, sys.base_prefix)
 """Where libraries keep files open for good."""
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)

@@ -56,7 +56,7 @@ class Overlapped(Subject):
     def _connect(self) -> Checkpointer:
         return Checkpointer(
             f"file://{self.folder / 'run'}",
-            {"model": self.state.model, "optimizer": self.state.optimizer},
+            self.state.parts(),
             overlap=self.overlap,
             keep=Keep(last=2),
             socket=self._socket,

@@ -62,9 +62,13 @@ class ThreadKeptStager(Thread):
 
 
 class Process(Thread):
-    """A process that writes, kept buffers that it shares, and a copy that overlaps the training."""
+    """A process that writes, for the rest as it comes."""
 
     kind = AsyncCheckpointerType.PROCESS
+
+
+class ProcessAllOptions(Process):
+    """A process that writes, kept buffers that it shares, and a copy that overlaps the training."""
 
     def open(self) -> None:
         super().open()
