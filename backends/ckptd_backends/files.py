@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import stat
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import aiofiles
@@ -108,6 +109,10 @@ class Files:
     def read(self, descriptor: int, out: memoryview, offset: int) -> int:
         """Read into some of ``out``; returns how many bytes, 0 at the end of the file."""
         return os.preadv(descriptor, [out], offset)
+
+    def read_parts(self, descriptor: int, outs: Sequence[memoryview], offset: int) -> int:
+        """The same into several memories, one after the other."""
+        return os.preadv(descriptor, outs, offset)
 
     async def read_small(self, path: str, limit_bytes: int) -> bytes:
         """The first ``limit_bytes`` of a file, all of it where it is smaller, without blocking the event loop."""
