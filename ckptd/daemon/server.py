@@ -212,8 +212,8 @@ def _listening(settings: Settings) -> Generator[socket.socket]:
 def run(settings: Settings) -> int:
     """:func:`serve` in an event loop of its own, with logging set up. Returns the exit code."""
     _log_to(settings.log_file)
-    # What was imported stays, and need not be looked through for garbage ever again. A proof makes hundreds of thousands
-    # of objects and no garbage that counting references does not find.
+    # What was imported stays, and need not be looked through for garbage ever again. A proof makes hundreds of
+    # thousands of objects, and no garbage that is not freed without looking.
     gc.freeze()
     gc.set_threshold(GARBAGE_LOOK_OBJECTS)
     try:

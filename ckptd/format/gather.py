@@ -248,7 +248,9 @@ class _Shared:
 
 def _listed_or_grid(name: str, entry: TensorEntry, pieces: list[IndexPiece]) -> Indexed:
     """``pieces``: without empty ones. Raises :class:`CoverageError` unless they cover the tensor exactly once."""
-    if len(pieces) == 1 and _is_all(pieces[0]):  # nearly all tensors of many a state, and it may have a hundred thousand
+    if len(pieces) == 1 and _is_all(
+        pieces[0]
+    ):  # nearly all tensors of many a state, and it may have a hundred thousand
         rank = pieces[0].rank
         return Indexed(name, entry.dtype, entry.shape, chunks=entry.shape, ranks=range(rank, rank + 1))
     held = _boxes(pieces, entry.shape)

@@ -11,7 +11,7 @@ import torch
 
 from ckptd.arena import Arena
 from ckptd.checkpoint.plan import Want
-from ckptd.checkpoint.regions import Region, holds_exactly, piece_region, slabs
+from ckptd.checkpoint.regions import Region, holds_exactly, piece_of_rank, piece_region, slabs
 from ckptd.errors import CkptdError, CoverageError, IntegrityError
 from ckptd.format.common_tree import Merge
 from ckptd.format.cover import check_layout
@@ -208,7 +208,7 @@ def _covering(entries: Mapping[int, TensorEntry], wanted: Region, shape: tuple[i
     for rank, entry in entries.items():
         for piece in entry.pieces:
             if holds_exactly(piece, wanted, shape):
-                return [IndexPiece(at=piece.at, box=piece.box, bytes=piece.bytes, rank=rank, span=piece.span)]
+                return [piece_of_rank(piece, rank)]
     found: list[IndexPiece] = []
     for pieces in ("pieces", "resident"):
         for rank, entry in entries.items():
@@ -218,5 +218,5 @@ def _covering(entries: Mapping[int, TensorEntry], wanted: Region, shape: tuple[i
                     found and any(slabs(piece_region(other, shape), region, 1) for other in found)
                 ):
                     continue
-                found.append(IndexPiece(at=piece.at, box=piece.box, bytes=piece.bytes, rank=rank, span=piece.span))
+                found.append(piece_of_rank(piece, rank))
     return found

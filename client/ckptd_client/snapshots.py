@@ -117,7 +117,9 @@ class Snapshots:
     def slot_bytes_expected(self) -> int:
         """Of a slot for the state as it will be once the optimizers have made theirs."""
         capture, plan = self._planned()
-        growth = int(expected_growth_bytes(self._state.optimizers()) * _copied(capture, plan))
+        growth = expected_growth_bytes(self._state.optimizers())
+        if growth:
+            growth = int(growth * _copied(capture, plan))
         doc_bytes = len(plan.layout) * (2 if growth else 1) + len(capture.tree) * 2 + DOC_BYTES_SPARE
         return plan.slot_bytes(doc_bytes + growth)
 

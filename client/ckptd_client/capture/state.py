@@ -248,7 +248,7 @@ class State:
         random-number state cannot be used, :class:`FormatError` for a tree that is malformed, and what reading raises.
         """
         live = self.capture()
-        holdings = self._holdings()
+        holdings = Holdings(self._world, self._replicated, self._known)
 
         def part_of(parameter: torch.Tensor) -> Part:
             return holdings.part("parameter", parameter)
