@@ -1,7 +1,7 @@
 """Copying what was read into the live tensors, at the speed of memory."""
 
 # torch keeps its operations on many tensors to itself
-# pyright: reportPrivateUsage=false
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
@@ -53,4 +53,4 @@ def _pieces(target: torch.Tensor, source: torch.Tensor) -> Iterator[Copy]:
         yield target, source
         return
     length = BATCH_BYTES // target.element_size()
-    yield from zip(target.view(-1).split(length), source.view(-1).split(length), strict=True)
+    yield from zip(torch.split(target.view(-1), length), torch.split(source.view(-1), length), strict=True)
