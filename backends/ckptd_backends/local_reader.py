@@ -25,8 +25,9 @@ class OpenFile:
         self._direct = False
 
     def open(self, *, direct: bool) -> None:
-        """``direct``: read past the page cache, where the file system can. Raises :class:`NotFound` where nothing is, or
-        a folder; :class:`ckptd.errors.AccessDenied` for a link, a pipe or what else no writer of ckptd has put there."""
+        """``direct``: read past the page cache, where the file system can. Raises :class:`NotFound` where nothing is,
+        or a folder; :class:`ckptd.errors.AccessDenied` for a link, a pipe or what else no writer of ckptd has put
+        there."""
         with mapped(self._key, self._path):
             try:
                 self._descriptor = self._files.open(self._path)
