@@ -10,12 +10,15 @@ import asyncio
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import stat
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import aiofiles
+
+from ckptd.limits import PAGE_BYTES
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -235,6 +238,11 @@ def address_of(view: memoryview) -> int:
         return buffer.address or 0
     finally:
         _release_buffer(ctypes.byref(buffer))
+
+
+def new_pages(count: int) -> memoryview:
+    """Memory that begins on a page, as direct I/O wants it."""
+    return memoryview(mmap.mmap(-1, count * PAGE_BYTES))
 
 
 def unsupported(error: OSError) -> bool:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
-
 from ckptd.errors import NotFound, ShortRead
 from ckptd.limits import MIB, PAGE_BYTES
-from ckptd_backends.files import Files, address_of, unsupported
+from ckptd_backends.files import Files, address_of, new_pages, unsupported
 from ckptd_backends.local_errors import mapped
 from ckptd_backends.sources import Part
 
@@ -65,7 +63,7 @@ class OpenFile:
         """The whole pages that hold these bytes, in one call: what lies in the first and the last page beside them goes
         to memory of its own. Returns how many bytes of ``out`` are filled."""
         before, behind = offset % PAGE_BYTES, -(offset + len(out)) % PAGE_BYTES
-        edges = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
+        edges = new_pages(2)
         first, last = edges[:PAGE_BYTES], edges[PAGE_BYTES:]
         body = out[PAGE_BYTES - before if before else 0 : len(out) - (PAGE_BYTES - behind if behind else 0)]
         parts = [*([first] if before else []), body, *([last] if behind else [])]
