@@ -10,11 +10,15 @@ import asyncio
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import stat
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import aiofiles
+
+from ckptd.limits import PAGE_BYTES
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -108,6 +112,10 @@ class Files:
     def read(self, descriptor: int, out: memoryview, offset: int) -> int:
         """Read into some of ``out``; returns how many bytes, 0 at the end of the file."""
         return os.preadv(descriptor, [out], offset)
+
+    def read_parts(self, descriptor: int, outs: Sequence[memoryview], offset: int) -> int:
+        """The same into several memories, one after the other."""
+        return os.preadv(descriptor, outs, offset)
 
     async def read_small(self, path: str, limit_bytes: int) -> bytes:
         """The first ``limit_bytes`` of a file, all of it where it is smaller, without blocking the event loop."""
@@ -230,6 +238,11 @@ def address_of(view: memoryview) -> int:
         return buffer.address or 0
     finally:
         _release_buffer(ctypes.byref(buffer))
+
+
+def new_pages(count: int) -> memoryview:
+    """Memory that begins on a page, as direct I/O wants it."""
+    return memoryview(mmap.mmap(-1, count * PAGE_BYTES))
 
 
 def unsupported(error: OSError) -> bool:

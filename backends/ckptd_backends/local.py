@@ -31,7 +31,7 @@ from ckptd.storage import (
 from ckptd_backends.files import Files, FileState
 from ckptd_backends.local_directories import Directories
 from ckptd_backends.local_errors import mapped
-from ckptd_backends.local_reader import OpenFile, direct_body, edges
+from ckptd_backends.local_reader import OpenFile, page_parts, takes_direct
 from ckptd_backends.local_temporaries import sweep
 from ckptd_backends.local_writer import NewFile
 from ckptd_backends.options import checked_options
@@ -173,12 +173,13 @@ class LocalBackend:
             await self._pool.run(file.read, target[part.start : part.stop], offset + part.start)
 
         async with self._pool.operation():
+            direct = takes_direct(target, offset)
+            if len(target) <= self._part_bytes:
+                await self._pool.run(file.read_all, target, offset, direct=direct)
+                return
             try:
-                await self._pool.run(file.open)
-                body = direct_body(target, offset)
-                await each_part(edges(target, body, self._part_bytes), self._pool.threads, read)
-                file.set_direct(True)
-                await each_part(parts_of(body.stop, self._part_bytes, start=body.start), self._pool.threads, read)
+                await self._pool.run(file.open, direct=direct)
+                await each_part(page_parts(len(target), offset, self._part_bytes), self._pool.threads, read)
             finally:
                 file.close()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -129,7 +129,14 @@ def stage(wants: Sequence[Want]) -> tuple[list[Want], int]:
         # As far off the alignment as it is in the shard, so that what follows it there can follow it here.
         phase = at % TARGET_ALIGNMENT_BYTES if at % ITEM_BYTES[want.dtype] == 0 else 0
         position += (phase - position) % TARGET_ALIGNMENT_BYTES
-        placed[i] = replace(want, target=position)
+        placed[i] = Want(
+            name=want.name,
+            dtype=want.dtype,
+            shape=want.shape,
+            region=want.region,
+            pieces=want.pieces,
+            target=position,
+        )
         position += want.size_bytes
     return placed, position
 
@@ -162,6 +169,8 @@ def make_plan(wants: Iterable[Want], block_bytes: Mapping[int, int]) -> ReadPlan
 
 def _stored_at(want: Want) -> tuple[int, int]:
     """Where the first of a want's pieces lies: rank and byte."""
+    if len(want.pieces) == 1 and want.pieces[0].bytes:
+        return want.pieces[0].rank, want.pieces[0].at
     return min(((piece.rank, piece.at) for piece in want.pieces if piece.bytes), default=(-1, 0))
 
 

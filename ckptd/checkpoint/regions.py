@@ -71,6 +71,8 @@ class Region:
 
     @property
     def element_count(self) -> int:
+        if len(self.boxes) == 1:
+            return element_count(self.boxes[0].lengths)
         count = 0
         for box in self.boxes:
             count += element_count(box.lengths)
@@ -87,6 +89,11 @@ def region(shape: Shape, part: Box | Span | None = None) -> Region:
 def piece_region(piece: Piece | IndexPiece, shape: Shape) -> Region:
     """What a piece holds, as it lies in its shard."""
     return region(shape, piece.box if piece.box is not None else piece.span)
+
+
+def piece_of_rank(piece: Piece, rank: int) -> IndexPiece:
+    """A piece of a rank's shard."""
+    return IndexPiece(at=piece.at, box=piece.box, bytes=piece.bytes, rank=rank, span=piece.span)
 
 
 def holds_exactly(piece: Piece | IndexPiece, part: Region, shape: Shape) -> bool:

@@ -6,12 +6,13 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from ckptd.checkpoint.objects import DAMAGED, damaged, decode_at
 from ckptd.errors import CoverageError, FormatError
 from ckptd.format.cover import check_layout
-from ckptd.format.digests import DIGEST_BYTES, digest, hex_digest
+from ckptd.format.digests import DIGEST_BYTES, digest_blocks, first_difference, hex_digest
 from ckptd.format.keys import receipt_key, shard_key
 from ckptd.format.records import Layout, Manifest, Receipt, Snapshot, TensorEntry, decode_layout
 from ckptd.format.shard import block_bounds
@@ -59,12 +60,12 @@ class ShardMap:
 
     def first_bad_block(self, window: tuple[int, int], data: memoryview) -> int | None:
         """The first block of the window that differs from its digest. ``data``: the window's bytes."""
-        blocks, begin = self.records.receipt.shard.blocks, self.starts[window[0]]
-        for number in range(*window):
-            promised = blocks[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-            if digest(data[self.starts[number] - begin : self.starts[number + 1] - begin]) != promised:
-                return number
-        return None
+        first, last = window
+        begin = self.starts[first]
+        places = [start - begin for start in self.starts[first : last + 1]]
+        found = digest_blocks(data, pairwise(places))
+        bad = first_difference(found, self.records.receipt.shard.blocks[first * DIGEST_BYTES : last * DIGEST_BYTES])
+        return None if bad is None else first + bad
 
     def what_lies_at(self, start: int, stop: int) -> str:
         """A block in words. A block lies in the header or in one piece."""

@@ -105,7 +105,7 @@ class Pipeline:
         """To the nearest tier; its commit begins as soon as the receipt is durable."""
         snapshot, tier, path_taken = contents.snapshot, save.owner.nearest, ""
         save.stage, save.run = "write", snapshot.run
-        save.source = source = SlotSource(save.fill, contents.bounds, self._threads, contents.resident_bounds)
+        save.source = source = SlotSource(save.fill, contents.blocks, self._threads)
         try:
             receipt = await existing_receipt(tier.backend, contents) if save.adopted else None
             if receipt is None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import gc
 import logging
 import os
 import signal
@@ -32,6 +33,8 @@ TURNED_AWAY_MAX = 64
 TURNED_AWAY_SECONDS = 5.0
 HOUSEKEEPING_SECONDS = 1.0
 SECOND_SIGNAL_EXIT = 130
+GARBAGE_LOOK_OBJECTS = 50_000
+"""Made and not freed since Python last looked for garbage."""
 
 
 async def serve(settings: Settings) -> None:
@@ -209,6 +212,10 @@ def _listening(settings: Settings) -> Generator[socket.socket]:
 def run(settings: Settings) -> int:
     """:func:`serve` in an event loop of its own, with logging set up. Returns the exit code."""
     _log_to(settings.log_file)
+    # What was imported stays, and need not be looked through for garbage ever again. A proof makes hundreds of
+    # thousands of objects, and no garbage that is not freed without looking.
+    gc.freeze()
+    gc.set_threshold(GARBAGE_LOOK_OBJECTS)
     try:
         asyncio.run(serve(settings))
     except CkptdError as error:

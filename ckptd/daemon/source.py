@@ -5,32 +5,42 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
+from typing import NamedTuple
 
 from ckptd.daemon.fill import Fill
 from ckptd.format.digests import digest
 
 
+class Blocks(NamedTuple):
+    """The digest blocks of a slot, by number."""
+
+    starts: array[int]
+    stops: array[int]
+    of_shard: int
+    """So many are the shard's, see :func:`ckptd.format.shard.block_bounds`. The others are of what lies behind it in
+    the slot and is to be digested too, though it is not put."""
+
+    @classmethod
+    def of(cls, shard: Iterable[tuple[int, int]], residents: Iterable[tuple[int, int]] = ()) -> Blocks:
+        """From where each starts and stops."""
+        bounds = list(shard)
+        of_shard = len(bounds)
+        bounds += residents
+        return cls(array("Q", [start for start, _ in bounds]), array("Q", [stop for _, stop in bounds]), of_shard)
+
+
 class SlotSource:
     """A :class:`ckptd.storage.Source`. :meth:`release` it when the puts are over."""
 
-    def __init__(
-        self,
-        fill: Fill,
-        bounds: Sequence[tuple[int, int]],
-        threads: Executor,
-        resident_bounds: Sequence[tuple[int, int]] = (),
-    ) -> None:
-        """``bounds``: the digest blocks of the shard, see :func:`ckptd.format.shard.block_bounds`. ``resident_bounds``:
-        those of what lies behind it in the slot and is to be digested too, though it is not put."""
+    def __init__(self, fill: Fill, blocks: Blocks, threads: Executor) -> None:
         self._fill = fill
-        self._bounds = [*bounds, *resident_bounds]
-        self._shard_blocks = len(bounds)
-        self._stops = [stop for _, stop in self._bounds]
-        self._digests: list[bytes] = [b""] * len(self._bounds)
-        self._claimed = bytearray(len(self._bounds))
+        self._starts, self._stops, self._shard_blocks = blocks
+        self._digests: list[bytes] = [b""] * len(self._stops)
+        self._claimed = bytearray(len(self._stops))
         self._digesting: set[asyncio.Future[None]] = set()
         self._threads = threads
         self._view = fill.held.arena.shard(fill.slot, fill.record)
@@ -56,7 +66,7 @@ class SlotSource:
         """Waits for the seal, and for all digests. Raises :class:`ckptd.errors.SnapshotVoided`."""
         await self._fill.ended()
         self._fill.check()
-        await self._digest(0, len(self._bounds))
+        await self._digest(0, len(self._stops))
         self._fill.check()
 
     async def _digest(self, first: int, stop: int) -> None:
@@ -76,8 +86,7 @@ class SlotSource:
 
     def _digest_blocks(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            start, stop = self._bounds[number]
-            self._digests[number] = digest(self._held[start:stop])
+            self._digests[number] = digest(self._held[self._starts[number] : self._stops[number]])
 
     @property
     def blocks(self) -> bytes:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import threading
+from collections import OrderedDict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -14,7 +16,7 @@ from ckptd.daemon.fencing import check_generation, check_run
 from ckptd.daemon.fill import Fill
 from ckptd.daemon.owner import Owner
 from ckptd.daemon.receipts import put_receipt, receipt_in
-from ckptd.daemon.source import SlotSource
+from ckptd.daemon.source import Blocks, SlotSource
 from ckptd.errors import (
     FormatError,
     IntegrityError,
@@ -23,12 +25,15 @@ from ckptd.errors import (
     first_line,
 )
 from ckptd.format.cover import check_layout, held_bytes, resident_start, residents_in_slot_order
-from ckptd.format.digests import hex_digest
+from ckptd.format.digests import digest, hex_digest
 from ckptd.format.keys import receipt_key, shard_key
 from ckptd.format.records import Receipt, ShardProof, Snapshot, decode, decode_layout
 from ckptd.format.shard import block_bounds, cut_in_blocks
 from ckptd.limits import BLOCK_BYTES_WRITTEN, RECEIPT_BYTES_MAX
 from ckptd.storage import Backend, settle
+
+LAYOUTS_KEPT = 64
+"""Of as many ranks of a node; 16 bytes a digest block each."""
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +44,8 @@ class Contents:
 
     doc: bytes
     snapshot: Snapshot
-    bounds: Sequence[tuple[int, int]]
-    """The digest blocks of the shard."""
-    resident_bounds: Sequence[tuple[int, int]]
-    """Those of resident pieces, where they are to be compared with what their owners write."""
+    blocks: Blocks
+    """Those of resident pieces only where they are to be compared with what their owners write."""
 
     @property
     def receipt_key(self) -> str:
@@ -59,18 +62,58 @@ def read_contents(fill: Fill, owner: Owner) -> Contents:
             f"slot {fill.slot} of {owner.seat} holds rank {snapshot.rank} at {snapshot.version}, "
             f"and its record says {record.version}"
         )
-    layout = decode_layout(snapshot.layout)
-    if layout.shard_bytes != record.shard_bytes:
-        raise FormatError(f"a shard of {record.shard_bytes} bytes is described as {layout.shard_bytes}")
+    extent = _extents.of(snapshot.layout, check_replicas=snapshot.check_replicas)
+    if extent.shard_bytes != record.shard_bytes:
+        raise FormatError(f"a shard of {record.shard_bytes} bytes is described as {extent.shard_bytes}")
+    if extent.held_bytes != max(record.held_bytes, record.shard_bytes):
+        raise FormatError(f"a snapshot of {record.held_bytes} bytes is described as {extent.held_bytes}")
+    return Contents(doc, snapshot, extent.blocks)
+
+
+class _Extent(NamedTuple):
+    """Where a layout's bytes lie."""
+
+    shard_bytes: int
+    held_bytes: int
+    blocks: Blocks
+
+
+class _Extents:
+    """Those of the layouts that came last. A layout is the same from save to save, and takes longer to decode and check
+    than all else that is done with a small shard."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[bytes, bool], _Extent] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, raw: msgspec.Raw, *, check_replicas: bool) -> _Extent:
+        """Raises :class:`FormatError`, :class:`ckptd.errors.CoverageError`."""
+        key = digest(memoryview(raw)), check_replicas
+        with self._lock:
+            found = self._known.get(key)
+        if found is None:
+            found = _extent(raw, check_replicas=check_replicas)
+        with self._lock:
+            self._known[key] = found
+            self._known.move_to_end(key)
+            while len(self._known) > LAYOUTS_KEPT:
+                self._known.popitem(last=False)
+        return found
+
+
+_extents = _Extents()
+
+
+def _extent(raw: msgspec.Raw, *, check_replicas: bool) -> _Extent:
+    layout = decode_layout(raw)
     sizes = [piece.bytes for piece in check_layout(layout)]
-    if held_bytes(layout) != max(record.held_bytes, record.shard_bytes):
-        raise FormatError(f"a snapshot of {record.held_bytes} bytes is described as {held_bytes(layout)}")
-    bounds = list(block_bounds(layout.header_bytes, sizes, BLOCK_BYTES_WRITTEN))
-    residents = residents_in_slot_order(layout) if snapshot.check_replicas else []
-    resident_bounds = list(
-        cut_in_blocks(resident_start(layout), [piece.bytes for piece in residents], BLOCK_BYTES_WRITTEN)
+    residents = residents_in_slot_order(layout) if check_replicas else []
+    resident_sizes = [piece.bytes for piece in residents]
+    blocks = Blocks.of(
+        block_bounds(layout.header_bytes, sizes, BLOCK_BYTES_WRITTEN),
+        cut_in_blocks(resident_start(layout), resident_sizes, BLOCK_BYTES_WRITTEN),
     )
-    return Contents(doc, snapshot, bounds, resident_bounds)
+    return _Extent(layout.shard_bytes, held_bytes(layout), blocks)
 
 
 async def existing_receipt(backend: Backend, contents: Contents) -> bytes | None:

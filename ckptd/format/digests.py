@@ -25,3 +25,11 @@ def hex_digest(data: bytes | memoryview) -> str:
 def digest_blocks(view: memoryview, bounds: Iterable[tuple[int, int]]) -> bytes:
     """The packed digests of ``view[start:stop]`` for each of ``bounds``. Releases the GIL within each block."""
     return b"".join([xxh3_128_digest(view[start:stop]) for start, stop in bounds])
+
+
+def first_difference(one: bytes, other: bytes) -> int | None:
+    """The number of the first of the packed digests that differs from the other's, or is missing there."""
+    if one == other:
+        return None
+    pairs = range(0, max(len(one), len(other)), DIGEST_BYTES)
+    return next(at // DIGEST_BYTES for at in pairs if one[at : at + DIGEST_BYTES] != other[at : at + DIGEST_BYTES])

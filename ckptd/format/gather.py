@@ -183,6 +183,9 @@ class _Shared:
         if self._found < len(self._missing):
             return self._missing
         if self._doubles is None:
+            if self._trail < 0 and (self._early or len(self._pieces) < 2):
+                self._doubles = {}
+                return ()
             self._doubles = {} if self._early else self._doubled(trails)
             return {rank for ranks in self._doubles.values() for rank in ranks}
         return ()
@@ -227,7 +230,9 @@ class _Shared:
         if self._early:
             check_cover(name, entry.shape, self._pieces)
             return Indexed(name, entry.dtype, entry.shape, pieces=tuple(self._pieces))
-        pieces = [p for p in self._pieces if p.rank == doubles.get(part_of(p, entry.shape), [p.rank])[0]]
+        pieces = self._pieces
+        if doubles:
+            pieces = [p for p in pieces if p.rank == doubles.get(part_of(p, entry.shape), [p.rank])[0]]
         return _listed_or_grid(name, entry, sorted(pieces, key=lambda piece: (piece.rank, piece.at)))
 
     def _not_covered(self, name: str, walked: Walked) -> CoverageError:
@@ -243,6 +248,11 @@ class _Shared:
 
 def _listed_or_grid(name: str, entry: TensorEntry, pieces: list[IndexPiece]) -> Indexed:
     """``pieces``: without empty ones. Raises :class:`CoverageError` unless they cover the tensor exactly once."""
+    if len(pieces) == 1 and _is_all(
+        pieces[0]
+    ):  # nearly all tensors of many a state, and it may have a hundred thousand
+        rank = pieces[0].rank
+        return Indexed(name, entry.dtype, entry.shape, chunks=entry.shape, ranks=range(rank, rank + 1))
     held = _boxes(pieces, entry.shape)
     grid = as_grid(entry.shape, held) if held else None
     if grid is not None:
@@ -264,7 +274,12 @@ def _boxes(pieces: Sequence[IndexPiece], shape: Shape) -> list[tuple[Box, int]] 
 
 def _is_whole(entry: TensorEntry) -> bool:
     """One piece that is all of the tensor, as nearly all values of a rank's own are."""
-    return len(entry.pieces) == 1 and entry.pieces[0].box is None and entry.pieces[0].span is None
+    return len(entry.pieces) == 1 and _is_all(entry.pieces[0])
+
+
+def _is_all(piece: Piece | IndexPiece) -> bool:
+    """As it is written of a piece that is all of its tensor."""
+    return piece.box is None and piece.span is None
 
 
 def _index_piece(piece: Piece, rank: int) -> IndexPiece:

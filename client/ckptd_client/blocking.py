@@ -13,12 +13,11 @@ T = TypeVar("T")
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end, in an event loop of its own, whether or not a loop runs in the calling thread."""
+    loop = BlockingLoop()
     try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1, thread_name_prefix="ckptd-blocking") as thread:
-        return thread.submit(asyncio.run, work).result()
+        return loop.run(work)
+    finally:
+        loop.close()
 
 
 class BlockingLoop:
@@ -32,7 +31,15 @@ class BlockingLoop:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end, whether or not a loop runs in the calling thread."""
-        return self._call(lambda: self._runner.run(work))
+        results: list[T] = []
+
+        # Not as the task's result: where the runner gives Ctrl-C back to its handler, Python spells the task out, and
+        # with it whatever it has returned.
+        async def keep() -> None:
+            results.append(await work)
+
+        self._call(lambda: self._runner.run(keep()))
+        return results[0]
 
     def close(self) -> None:
         """End the loop. Idempotent."""

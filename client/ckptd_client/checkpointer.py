@@ -34,6 +34,7 @@ from ckptd.wire.messages import Hello, Skip
 from ckptd_client.agreement import open_agreement
 from ckptd_client.capture import Placement, State
 from ckptd_client.capture.selection import EVERYTHING, Selection
+from ckptd_client.collecting import collecting_later
 from ckptd_client.generation import Life, Opening, WriterClaim, open_life
 from ckptd_client.handles import Handles
 from ckptd_client.link import DaemonLink
@@ -42,8 +43,7 @@ from ckptd_client.restored import Restored, Wish
 from ckptd_client.save import Save, as_save_error
 from ckptd_client.schedule import Appointments, Schedule
 from ckptd_client.settings import check_settings, check_step, declared
-from ckptd_client.snapshots import Snapshots
-from ckptd_client.staging.plan import Plan
+from ckptd_client.snapshots import Snapshots, planned_or_refused
 from ckptd_client.staging.stager import Check, Stager
 from ckptd_client.supply import ArenaSupply
 from ckptd_client.tiers import Url, as_tiers, check_furthest, find_shared, of_hello, roots_of
@@ -124,7 +124,8 @@ class Checkpointer:
         topology = Topology.detect(rank, world, launch)
         self._rank, self._world = topology.rank, topology.world
         self._state = State(state, world=self._world, rng=rng, rank=self._rank, replicated=declared(replicated))
-        _refuse_unsavable(self._state)
+        with collecting_later():
+            planned = planned_or_refused(self._state)
         self._tiers = as_tiers(url, keep, storage_options)
         check_furthest(self._tiers, self._world)
         self._agree(topology)
@@ -135,7 +136,7 @@ class Checkpointer:
         self._claim = WriterClaim(self._roots)
         self._stager = Stager(self._link.tell, overlap=overlap, check=check)
         self._snapshots = Snapshots(
-            self._state, self._supply, self._stager, self._rank, self._world, check_replicas=check_replicas
+            self._state, planned, self._supply, self._stager, self._rank, self._world, check_replicas=check_replicas
         )
         appointments = Appointments(self._agreement.store, self._rank, self._world, self._skip_missed)
         self._schedule = Schedule(every_steps, every, appointments, self._rank)
@@ -243,7 +244,9 @@ class Checkpointer:
                 selection=Selection(include, exclude),
                 cast=EVERYTHING if cast is True else Selection(cast or ()),
             )
-            restored = Restorer(self._state, self._agreement, self._roots, self._supply, self._scratch, wish).restore()
+            restorer = Restorer(self._state, self._agreement, self._roots, self._supply, self._scratch, wish)
+            with collecting_later():
+                restored = restorer.restore()
         self._open_life(restored.version, fresh=fresh)
         assert self._life is not None
         restored.generation = self._life.generation
@@ -451,14 +454,6 @@ class Checkpointer:
             self.close()
         except CkptdError as second:
             _log.error("while the training ended with an error: %s", second)
-
-
-def _refuse_unsavable(state: State) -> None:
-    """A state that cannot be saved is refused now, and not hours later."""
-    capture = state.capture()
-    Plan.of(capture)
-    for notice in capture.notices:
-        _log.warning("%s", notice)
 
 
 def _forget_all() -> None:

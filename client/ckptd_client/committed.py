@@ -12,9 +12,8 @@ import torch
 from ckptd.checkpoint.concurrency import each, in_thread
 from ckptd.checkpoint.plan import Want, make_plan, stage
 from ckptd.checkpoint.reader import CheckpointReader
-from ckptd.checkpoint.regions import holds_exactly
+from ckptd.checkpoint.regions import holds_exactly, piece_of_rank
 from ckptd.checkpoint.run import Run
-from ckptd.checkpoint.tensors import of_rank
 from ckptd.checkpoint.verify import check_proof
 from ckptd.errors import IntegrityError
 from ckptd.format.keys import Version
@@ -129,10 +128,13 @@ class CommittedCheckpoint:
         seen = self._seen.get(wanted.tensor.name)
         if seen is None:
             return None
-        pieces = of_rank(seen, self.ranks.rank).own or ()
+        rank = self.ranks.rank
         if seen.per_rank:
-            return _want(wanted, pieces)
-        return next((_want(wanted, (p,)) for p in pieces if holds_exactly(p, wanted.region, seen.shape)), None)
+            return _want(wanted, [piece_of_rank(piece, rank) for piece in seen.pieces])
+        for piece in seen.pieces:
+            if holds_exactly(piece, wanted.region, seen.shape):
+                return _want(wanted, (piece_of_rank(piece, rank),))
+        return None
 
     async def _locate(self, wanted: Wanted) -> Want:
         return _want(wanted, await self._opened().locate(wanted.tensor.name, wanted.region))

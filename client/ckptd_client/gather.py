@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 
@@ -83,5 +84,8 @@ def _view(memory: memoryview, at: int, want: Want) -> torch.Tensor:
 
 
 def _anonymous(size_bytes: int) -> memoryview:
-    # Private, as first touches of shared memory cost half as much again.
-    return memoryview(mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))[:size_bytes]
+    # Private, as first touches of shared memory cost half as much again; in huge pages, a fifth.
+    made = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        made.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(made)[:size_bytes]

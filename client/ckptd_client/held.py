@@ -11,11 +11,11 @@ import torch
 
 from ckptd.arena import Arena
 from ckptd.checkpoint.plan import Want
-from ckptd.checkpoint.regions import Region, holds_exactly, piece_region, slabs
+from ckptd.checkpoint.regions import Region, holds_exactly, piece_of_rank, piece_region, slabs
 from ckptd.errors import CkptdError, CoverageError, IntegrityError
 from ckptd.format.common_tree import Merge
 from ckptd.format.cover import check_layout
-from ckptd.format.digests import DIGEST_BYTES, digest_blocks
+from ckptd.format.digests import digest_blocks, first_difference
 from ckptd.format.keys import receipt_key
 from ckptd.format.records import IndexPiece, Layout, Receipt, Snapshot, TensorEntry, decode, decode_layout
 from ckptd.format.shard import block_bounds
@@ -27,6 +27,10 @@ from ckptd_client.capture.nodes import node_at
 from ckptd_client.capture.stored import Amount, Described, InCommon, Ranks, Wanted
 from ckptd_client.gather import FromMemory, Scratch, gather
 from ckptd_client.roots import Root
+from ckptd_client.threads import shared_out
+
+BLOCKS_AT_ONCE = 256
+"""Digested by one thread at a time."""
 
 
 class MemoryOffers(Protocol):
@@ -74,13 +78,12 @@ class HeldSnapshot:
         if promised is None:
             return
         pieces, proof = check_layout(self.layout), promised.shard
-        bounds = block_bounds(self.layout.header_bytes, [piece.bytes for piece in pieces], proof.block_bytes)
-        blocks = digest_blocks(self.memory, bounds)
-        for start in range(0, len(blocks), DIGEST_BYTES):
-            if blocks[start : start + DIGEST_BYTES] != proof.blocks[start : start + DIGEST_BYTES]:
-                raise IntegrityError(
-                    f"block {start // DIGEST_BYTES} of rank {self.snapshot.rank}'s snapshot in memory has changed"
-                )
+        bounds = list(block_bounds(self.layout.header_bytes, [piece.bytes for piece in pieces], proof.block_bytes))
+        batches = [bounds[start : start + BLOCKS_AT_ONCE] for start in range(0, len(bounds), BLOCKS_AT_ONCE)]
+        blocks = b"".join(shared_out(lambda batch: digest_blocks(self.memory, batch), batches))
+        bad = first_difference(blocks, proof.blocks)
+        if bad is not None:
+            raise IntegrityError(f"block {bad} of rank {self.snapshot.rank}'s snapshot in memory has changed")
 
     def check_still_there(self) -> None:
         """Raise :class:`IntegrityError` where another snapshot has come into the slot."""
@@ -205,7 +208,7 @@ def _covering(entries: Mapping[int, TensorEntry], wanted: Region, shape: tuple[i
     for rank, entry in entries.items():
         for piece in entry.pieces:
             if holds_exactly(piece, wanted, shape):
-                return [IndexPiece(at=piece.at, box=piece.box, bytes=piece.bytes, rank=rank, span=piece.span)]
+                return [piece_of_rank(piece, rank)]
     found: list[IndexPiece] = []
     for pieces in ("pieces", "resident"):
         for rank, entry in entries.items():
@@ -215,5 +218,5 @@ def _covering(entries: Mapping[int, TensorEntry], wanted: Region, shape: tuple[i
                     found and any(slabs(piece_region(other, shape), region, 1) for other in found)
                 ):
                     continue
-                found.append(IndexPiece(at=piece.at, box=piece.box, bytes=piece.bytes, rank=rank, span=piece.span))
+                found.append(piece_of_rank(piece, rank))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 
@@ -19,24 +20,43 @@ from ckptd_client.staging.ring import Ring
 from ckptd_client.staging.stager import Stager
 from ckptd_client.supply import ArenaSupply
 
+_log = logging.getLogger(__name__)
+
 DOC_BYTES_SPARE = 65536
 """Of a snapshot's record beyond its layout and state tree."""
+
+
+def planned_or_refused(state: State) -> tuple[Capture, Plan]:
+    """A state that cannot be saved is refused now, by :class:`ckptd.errors.StateError`, and not hours later."""
+    capture = state.capture()
+    plan = Plan.of(capture)
+    for notice in capture.notices:
+        _log.warning("%s", notice)
+    return capture, plan
 
 
 class Snapshots:
     """Snapshots of one rank's state. Belongs to the training thread."""
 
     def __init__(
-        self, state: State, supply: ArenaSupply, stager: Stager, rank: int, world: int, *, check_replicas: bool = False
+        self,
+        state: State,
+        planned: tuple[Capture, Plan],
+        supply: ArenaSupply,
+        stager: Stager,
+        rank: int,
+        world: int,
+        *,
+        check_replicas: bool = False,
     ) -> None:
+        """``planned``: what :func:`planned_or_refused` has made of the state."""
         self._state = state
         self._supply = supply
         self._stager = stager
         self._rank = rank
         self._world = world
         self._check_replicas = check_replicas
-        self._capture: Capture | None = None
-        self._plan: Plan | None = None
+        self._capture, self._plan = planned
         self._arena_settled = False
         self.fence = Fence(state.optimizers, stager.step_begins, stager.step_ends)
         self.boundary = Boundary(lambda: self.fence.steps, state.scalers, watched=bool(state.optimizers()))
@@ -62,7 +82,7 @@ class Snapshots:
 
     def _planned(self) -> tuple[Capture, Plan]:
         capture = self._state.capture()
-        if self._plan is None or self._capture is None or capture.structure is not self._capture.structure:
+        if capture.structure is not self._capture.structure:
             self._plan = Plan.of(capture)
         self._capture = capture
         return capture, self._plan
@@ -97,7 +117,9 @@ class Snapshots:
     def slot_bytes_expected(self) -> int:
         """Of a slot for the state as it will be once the optimizers have made theirs."""
         capture, plan = self._planned()
-        growth = int(expected_growth_bytes(self._state.optimizers()) * _copied(capture, plan))
+        growth = expected_growth_bytes(self._state.optimizers())
+        if growth:
+            growth = int(growth * _copied(capture, plan))
         doc_bytes = len(plan.layout) * (2 if growth else 1) + len(capture.tree) * 2 + DOC_BYTES_SPARE
         return plan.slot_bytes(doc_bytes + growth)
 

@@ -80,10 +80,9 @@ class ArenaSupply:
         if offer.arena not in borrowed:
             request = BorrowArena(arena=offer.arena, read_only=not offer.writable)
             arena = Arena(self._link.ask_for_arena(request, seconds=ARENA_SECONDS), writable=offer.writable)
+            arena.hide_from_children()
             if offer.writable:
-                self._prepared(arena)
-            else:
-                arena.hide_from_children()
+                self._pin(arena)
             borrowed[offer.arena] = arena
         return borrowed[offer.arena]
 
@@ -103,6 +102,7 @@ class ArenaSupply:
                 continue
             if self._ring is None and arena.shape.slot_bytes >= slot_bytes and arena.shape.slots >= self._slots:
                 self._ring = Ring(arena)
+                self._maker.submit(arena.populate)  # what a restore has read of it is there already
             else:
                 self._drop(arena)
         self._borrowed.clear()
@@ -169,9 +169,12 @@ class ArenaSupply:
     def _prepared(self, arena: Arena) -> Arena:
         arena.hide_from_children()
         arena.populate()
+        self._pin(arena)
+        return arena
+
+    def _pin(self, arena: Arena) -> None:
         if self._device is not None:
             cuda.pin(arena, self._device)
-        return arena
 
     def _unmap(self, arena: Arena) -> None:
         if self._device is not None:

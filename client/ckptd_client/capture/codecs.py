@@ -146,6 +146,9 @@ def decode_value(node: Any) -> object:
     :class:`FormatError`."""
 
     def leaf(tag: str, members: dict[str, Any]) -> object:
+        name = members.get("v")
+        if tag == "tensor" and type(name) is str:  # by far the most frequent
+            return SavedTensor(name)
         return decode(tag, members, decode_tree(members.get("v"), leaf))
 
     return decode_tree(node, leaf)

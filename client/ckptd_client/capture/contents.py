@@ -35,6 +35,7 @@ class Contents:
         self.ranks = stored.ranks
         self.aliases: Mapping[str, str] = stored.aliases
         self._all_own = stored.ranks.same  # whether all that there is was this rank's
+        self._found: dict[str, Described | None] = {}
         self._wanted: dict[Wanted, int] = {}
         self._read: list[torch.Tensor] | None = None
         self._made: dict[tuple[str, torch.device], torch.Tensor] = {}
@@ -43,7 +44,10 @@ class Contents:
 
     def find(self, name: str) -> Described | None:
         """The stored tensor behind a name, ties followed."""
-        return self._stored.describe(self.aliases.get(name, name))
+        name = self.aliases.get(name, name)
+        if name not in self._found:
+            self._found[name] = self._stored.describe(name)
+        return self._found[name]
 
     def entry(self, saved: SavedTensor) -> Described:
         """Raises :class:`FormatError` where there is none."""

@@ -21,8 +21,13 @@ Run = tuple[int, int]
 """Offset and length of consecutive indices along one dimension."""
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a DTensor. Imports nothing: without the module there can be no DTensor."""
+    if type(tensor) in _PLAIN:  # nearly all, and a state may have a hundred thousand
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

@@ -84,7 +84,8 @@ class Holdings:
         part = _plain(tensor, Known()) if parameter is None else _state_part(tensor, parameter)
         if part.replicas or not part.whole or (parameter is not None and not parameter.everywhere):
             return part
-        return replace(part, replicas=self._declared_ranks(name))
+        declared = self._declared_ranks(name)
+        return replace(part, replicas=declared) if declared else part
 
     def parameter(self, name: str, tensor: torch.Tensor, flat: Flat | None = None) -> Parameter:
         """A parameter, whether or not it has state yet; or one of several in a flat one, the range ``flat`` of it."""

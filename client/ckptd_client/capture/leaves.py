@@ -76,6 +76,7 @@ class Parts(Mapping[str, Part]):
         return len(self._names)
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 Memory = tuple[object, ...]
 """Tensors of equal memory are the same value, whatever they are called."""
 
@@ -240,7 +241,7 @@ def _is_elsewhere(part: Part) -> bool:
 
 
 def _refuse_unsavable(name: str, tensor: torch.Tensor) -> None:
-    if len(name.encode()) > NAME_BYTES_MAX:
+    if len(name) > NAME_BYTES_MAX // 4 and len(name.encode()) > NAME_BYTES_MAX:
         raise StateError(f"{name[:80]}…: a name of more than {NAME_BYTES_MAX} bytes")
     if is_lazy(tensor):
         raise StateError(f"{name}: a parameter that is not initialized yet", hint="run the lazy module once first")
@@ -257,7 +258,7 @@ def _refuse_unsavable(name: str, tensor: torch.Tensor) -> None:
         raise StateError(f"{name}: more than {TENSOR_DIMS_MAX} dimensions")
     if is_distributed(tensor):
         return
-    if is_traceable_wrapper_subclass(tensor):
+    if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
         raise StateError(f"{name}: a {kind} hides its values in other tensors", hint="keep those in the state instead")
     if tensor.numel() and not tensor.untyped_storage().nbytes():

@@ -50,7 +50,7 @@ class Part:
     def cut(self, start: int, stop: int) -> Part:
         """The rows from ``start`` to ``stop``, as a view of the same memory."""
         if (start, stop) == (0, self.rows):
-            return replace(self, more=())
+            return replace(self, more=()) if self.more else self
         local = self.local.narrow(0, start, stop - start)
         if self.span is not None:
             span = Span(self.span.start + start, self.span.start + stop)

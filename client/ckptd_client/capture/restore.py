@@ -20,6 +20,7 @@ from ckptd.format.names import join, segment
 from ckptd.format.tree import Path
 from ckptd_client.capture.codecs import SavedTensor
 from ckptd_client.capture.contents import CPU, Contents, bits
+from ckptd_client.capture.copying import copy_all
 from ckptd_client.capture.parts import Part
 from ckptd_client.capture.selection import EVERYTHING, NOTHING, Selection
 from ckptd_client.capture.stored import Wanted
@@ -225,8 +226,8 @@ class Restoring:
             for load in self._loads:
                 load.value = load.build()
             self._load_all()
-            for live, wanted in self._copies:
-                live.copy_(self.contents.read(wanted).view(live.shape))
+            read = self.contents.read
+            copy_all([(live, read(wanted).view(live.shape)) for live, wanted in self._copies])
             for put, value in built:
                 put(value)
             for act in self._last:

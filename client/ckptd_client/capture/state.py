@@ -192,8 +192,9 @@ class State:
 
     def place(self, placement: Placement) -> None:
         """Say where the ranks are, once that is known."""
-        self._leaves.placement = placement
-        self._leaves.forget()
+        if self._world > 1:  # else it makes no difference
+            self._leaves.placement = placement
+            self._leaves.forget()
 
     def _holdings(self) -> Holdings:
         """What is known of the tensors of the last walk."""
@@ -247,7 +248,7 @@ class State:
         random-number state cannot be used, :class:`FormatError` for a tree that is malformed, and what reading raises.
         """
         live = self.capture()
-        holdings = self._holdings()
+        holdings = Holdings(self._world, self._replicated, self._known)
 
         def part_of(parameter: torch.Tensor) -> Part:
             return holdings.part("parameter", parameter)
@@ -267,11 +268,7 @@ class State:
         restoring.fetch()
         restoring.check(strict=strict)  # of ties, the values had to be read first
 
-        def apply() -> None:
-            restoring.apply()
-            self._leaves.forget()  # what the live state let go of is not to be kept alive here
-
-        return Prepared(restoring.report(), stored.ranks, stored.amount, saved, apply)
+        return Prepared(restoring.report(), stored.ranks, stored.amount, saved, restoring.apply)
 
     def _plan(self, live: Capture, saved: dict[str, object], restoring: Restoring) -> None:
         """All that is to be done, with nothing read yet."""
