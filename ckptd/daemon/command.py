@@ -9,7 +9,7 @@ import typer
 
 from ckptd.daemon.server import run
 from ckptd.daemon.settings import Settings
-from ckptd.limits import COMMIT_SECONDS, COMMIT_TAKEOVER_SECONDS, IDLE_EXIT_SECONDS, MIB
+from ckptd.limits import COMMIT_SECONDS, COMMIT_TAKEOVER_SECONDS, IDLE_EXIT_SECONDS, MIB, RETENTION_GRACE_SECONDS
 from ckptd.wire.channel import SOCKET_VARIABLE, default_socket
 
 
@@ -28,6 +28,9 @@ def daemon(
     commit_takeover: Annotated[
         float, typer.Option(help="Seconds to wait for rank 0's daemon to commit.")
     ] = COMMIT_TAKEOVER_SECONDS,
+    retention_grace: Annotated[
+        float, typer.Option(help="Seconds between the announcement of a deletion and the deletion.", min=0)
+    ] = RETENTION_GRACE_SECONDS,
     log_file: Annotated[Path | None, typer.Option(help="Else to standard error.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="For journals; else beside the socket.")] = None,
 ) -> None:
@@ -43,6 +46,7 @@ def daemon(
         drain_seconds=drain,
         commit_seconds=commit_deadline,
         commit_takeover_seconds=commit_takeover,
+        retention_grace_seconds=retention_grace,
         log_file=log_file,
         state_dir=state_dir,
     )

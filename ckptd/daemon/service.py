@@ -50,7 +50,7 @@ class Service:
         self.arenas = Arenas(settings.memory_budget_bytes)
         patience = Patience(settings.commit_seconds, settings.commit_takeover_seconds)
         commits, tally = Commits(patience, self.tasks.spawn), Tally()
-        self.replication = Replication(commits, tally, self.tasks.spawn)
+        self.replication = Replication(commits, tally, self.tasks.spawn, settings.retention_grace_seconds)
         self.saves = Saves(self.tasks, commits, tally, self.replication, self.arenas)
         self.ending = asyncio.Event()
         """Set when the daemon is to end, its work being done."""

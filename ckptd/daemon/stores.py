@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ckptd.checkpoint.retention import Keep
+from ckptd.checkpoint.keep import Keep
 from ckptd.daemon.tier import Interval, Tier
 from ckptd.errors import ConfigError, first_line
 from ckptd.storage import (

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from ckptd.checkpoint.retention import Keep
+from ckptd.checkpoint.keep import Keep
 from ckptd.format.keys import Version, exchanged_key, receipt_key
 from ckptd.storage import Backend
 

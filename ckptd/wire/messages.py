@@ -58,7 +58,7 @@ class TierOfRun(msgspec.Struct, kw_only=True, frozen=True):
 
     url: str
     keep: dict[str, Any] = {}
-    """The retention policy there; see :class:`ckptd.checkpoint.retention.Keep`."""
+    """The retention policy there; see :class:`ckptd.checkpoint.keep.Keep`."""
     storage_options: dict[str, Any] = {}
     """Secrets may be in here: never logged, never written."""
     shared: bool = True

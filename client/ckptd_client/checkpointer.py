@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from ckptd.arena.status import Phase
-from ckptd.checkpoint.retention import Keep
+from ckptd.checkpoint.keep import Keep
 from ckptd.checkpoint.selectors import Selector
 from ckptd.errors import (
     CkptdError,
