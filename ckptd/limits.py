@@ -87,6 +87,14 @@ ORPHAN_SECONDS = 86_400.0
 """What was never committed is cleared up after so long without a new object, by the store's clock."""
 BESIDE_SECONDS = 7 * 86_400.0
 """What is no longer on the line stays for so long, unless :class:`ckptd.checkpoint.keep.Keep` says otherwise."""
+TRIAL_SECONDS = 1800.0
+"""How long a checkpoint may take to be loaded for a trial."""
+VERIFY_DELAY_SECONDS = 5.0
+"""After a commit, before it is read again: the training may be about to read its next data."""
+VERIFY_READS_AT_ONCE = 2
+"""What is written meanwhile goes on."""
+VERIFY_BYTES_PER_SECOND = 64 * MIB
+"""How fast a daemon reads commits again, all runs together."""
 COPY_RETRY_SECONDS = 5.0
 """After a failed copy to a further tier; doubled for each further failure, with jitter."""
 COPY_RETRY_SECONDS_MAX = 120.0

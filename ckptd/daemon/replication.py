@@ -14,6 +14,7 @@ from ckptd.daemon.owner import Owner
 from ckptd.daemon.retiring import Retiring
 from ckptd.daemon.save import Tally
 from ckptd.daemon.tier import Tier
+from ckptd.daemon.verifying import Verifying
 from ckptd.errors import first_line
 from ckptd.format.keys import Version
 from ckptd.limits import COMMIT_SECONDS, COPY_LINGER_SECONDS
@@ -31,9 +32,11 @@ class Replication:
         commits: Commits,
         tally: Tally,
         spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
+        verifying: Verifying,
         grace_seconds: float,
     ) -> None:
         """``grace_seconds``: of retention."""
+        self._verifying = verifying
         self._commits = commits
         self._tally = tally
         self._spawn = spawn
@@ -51,7 +54,8 @@ class Replication:
             self._link(owner, tier.number)
 
     def committed(self, owner: Owner, tier: Tier, run: str, version: Version) -> None:
-        """A tier has a new checkpoint: retention there, and on to the next tier."""
+        """A tier has a new checkpoint: verification and retention there, and on to the next tier."""
+        self._verifying.soon(owner, tier, run, version)
         self.retiring.soon(owner, tier, run, version)
         if tier.number + 1 < len(owner.tiers):
             self._link(owner, tier.number + 1).nudge(version)

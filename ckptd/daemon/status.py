@@ -61,6 +61,7 @@ def _status(service: Service, listed: int) -> dict[str, Any]:
         "retention": shown(_pass(url, made) for url, made in service.replication.retiring.passes.items()),
         "arenas": shown(map(_arena, arenas)),
         "arena_bytes": service.arenas.size_bytes,
+        "verifying": _verifying(service),
         "counts": {"retired": 0, "retiring_failed": 0, **tally.counts},
     }
 
@@ -128,6 +129,11 @@ def _tier(link: Link) -> dict[str, Any]:
         "failures": link.failures,
         "error": link.error[: 3 * TEXT_MAX],
     }
+
+
+def _verifying(service: Service) -> dict[str, str] | None:
+    current = service.verifying.current
+    return None if current is None else {"tier": current[0][:TEXT_MAX], "version": str(current[1])}
 
 
 def _pass(url: str, made: Pass) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ckptd.errors import CkptdError, DaemonError, ProtocolError, first_line
 from ckptd.format.records import Generation, Rank, Size, Step, World
 from ckptd.limits import MESSAGE_BYTES_MAX, SLOTS_MAX
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 SlotNumber = Annotated[int, msgspec.Meta(ge=0, lt=SLOTS_MAX)]
 
@@ -81,6 +81,11 @@ class Hello(Request, kw_only=True, frozen=True, tag="hello"):
     launch: str
     takeover: bool = False
     """Take the rank away from a living owner."""
+    loader: dict[str, Any] | None = None
+    """What really loads a checkpoint, for a trial; see :class:`ckptd.checkpoint.trial.Loader`. For the daemon's own
+    user only."""
+    load_every: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Of so many commits, one is loaded."""
 
 
 class MakeArena(Request, kw_only=True, frozen=True, tag="make_arena"):

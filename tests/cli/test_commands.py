@@ -118,6 +118,43 @@ def test_verify(url: str) -> None:
     assert "good     15-g2" in text
 
 
+def test_verify_records_its_verdict_and_takes_it_back(url: str) -> None:
+    def notes() -> list[str]:
+        return ckptd_json("ls", url)[0]["notes"]
+
+    ckptd_json("verify", url, "--no-mark")
+    assert notes() == []
+    ckptd_json("verify", url)
+    assert notes() == ["verified"]
+    key = asyncio.run(only_key(open_backend(url), "checkpoints/000000000030-g000002/", ".safetensors"))
+    change(url, lambda run: tamper(run.backend, key, flip(-1)))
+    ckptd_json("verify", url, exit_code=EXIT_FALLBACK)
+    assert notes() == ["suspect"]
+    assert ckptd_json("ls", url)[1]["notes"] == ["verified"]
+    change(url, lambda run: tamper(run.backend, key, flip(-1)))
+    ckptd_json("verify", url, "30")
+    assert notes() == ["verified"]
+
+
+def test_verify_really_loads_it(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "loaders.py").write_text(
+        "def load(url, checkpoint, options):\n"
+        f"    assert url == {url!r} and options == {{}}\n"
+        "    assert checkpoint != '30-g2', 'it is of no use'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    found = ckptd_json("verify", url, "--load", "loaders:load", exit_code=EXIT_FALLBACK)
+    assert found["good"] == "15-g2"
+    assert found["tried"][0]["findings"][-1]["message"].endswith("AssertionError: it is of no use")
+    assert [item["notes"] for item in ckptd_json("ls", url)[:2]] == [["suspect"], ["verified"]]
+    text = ckptd("verify", url, "15", "--load", "loaders:load").stdout
+    assert "read again and proved, and loaded" in text
+    undecided = ckptd("verify", url, "10", "--load", "loaders:nothing")
+    assert undecided.exit_code == 1
+    assert "was not begun" in undecided.stdout
+    assert ckptd("verify", url, "--load", "nothing").exit_code == EXIT_USAGE
+
+
 def test_verify_tells_nothing_good_from_nothing_there(url: str, tmp_path: Path) -> None:
     async def empty(run: Run) -> None:
         for key in await keys_of(run.backend, "checkpoints/"):

@@ -66,8 +66,8 @@ from devtools.processes import kill_group, spawn, wait_until
 from tests.daemon.member import RUN, Content, Member
 
 DEADLINE_SECONDS = 20.0
-QUICK = ("--retention-grace", "0.2")
-"""What a test waits for, it does not wait for long."""
+QUICK = ("--retention-grace", "0.2", "--verify-bandwidth", "0")
+"""What a test waits for, it does not wait for long; and nothing is found out but what it asks for."""
 Kind = TypeVar("Kind", bound=Message)
 
 
@@ -202,6 +202,8 @@ class Trainer:
                 world=member.world,
                 launch=member.launch,
                 takeover=member.takeover,
+                loader=member.loader,
+                load_every=member.load_every,
             ),
             Welcome,
         )
