@@ -114,9 +114,9 @@ class Session:
             case Filled(at=at, bytes=final_bytes):
                 if held := self._own_arena(at):
                     saves.filled(held, at.slot, at.ticket, final_bytes)
-            case Sealed(at=at):
+            case Sealed(at=at, not_finite=not_finite):
                 if held := self._own_arena(at):
-                    saves.sealed(held, at.slot, at.ticket)
+                    saves.sealed(held, at.slot, at.ticket, not_finite)
             case Voided(at=at, reason=reason):
                 if held := self._own_arena(at):
                     saves.voided(held, at.slot, at.ticket, reason)

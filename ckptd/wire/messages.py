@@ -49,6 +49,8 @@ class SnapshotOffer(msgspec.Struct, kw_only=True, frozen=True):
     generation: Generation
     world: World
     rank: Rank
+    unhealthy: bool = False
+    """Not all of its values are finite."""
     writable: bool
     """The arena is this rank's own and nobody else writes into it: it may be borrowed to write in as well."""
 
@@ -137,6 +139,8 @@ class Sealed(Message, kw_only=True, frozen=True, tag="sealed"):
     """The snapshot is complete and checked."""
 
     at: SlotRef
+    not_finite: tuple[str, ...] = ()
+    """Some of the tensors that hold values which are not finite, where that was looked for."""
 
 
 class Voided(Message, kw_only=True, frozen=True, tag="voided"):
