@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import getpass
-import socket
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
@@ -14,7 +12,7 @@ from ckptd.checkpoint.retention import Outcome, apply
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.selectors import spoken
 from ckptd.checkpoint.survey import Found, Survey
-from ckptd.cli.options import Json, Step, StorageOption, Url, opened_run
+from ckptd.cli.options import Json, Step, StorageOption, Url, holder, opened_run
 from ckptd.cli.output import console, counted, emit, run, table
 from ckptd.errors import ConfigError, RunInUse, StorageError
 from ckptd.format.keys import Version
@@ -85,13 +83,12 @@ def unpin(url: Url, step: Step, reason: Reason = "", option: StorageOption = Non
 
 
 def _mark(url: str, step: str, reason: str, option: list[str] | None, json: bool, *, pinned: bool) -> None:
-    kind = "pinned" if pinned else "unpinned"
+    kind: Literal["pinned", "unpinned"] = "pinned" if pinned else "unpinned"
 
     async def work() -> Version:
         async with opened_run(url, option) as opened:
             version = await opened.resolve(step)
-            by = f"{getpass.getuser()} on {socket.gethostname()}"
-            await opened.add_mark(version, "pinned" if pinned else "unpinned", by=by, reason=reason)
+            await opened.add_mark(version, kind, by=holder("pin"), reason=reason)
             await opened.manifest(version)  # not deleted meanwhile: then the mark says nothing
             return version
 

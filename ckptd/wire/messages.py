@@ -86,7 +86,7 @@ class Hello(Request, kw_only=True, frozen=True, tag="hello"):
     loader: dict[str, Any] | None = None
     """What really loads a checkpoint, for a trial; see :class:`ckptd.checkpoint.trial.Loader`. For the daemon's own
     user only."""
-    load_every: Annotated[int, msgspec.Meta(ge=1)] = 1
+    load_every: Size = 1
     """Of so many commits, one is loaded."""
 
 

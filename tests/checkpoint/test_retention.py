@@ -91,7 +91,7 @@ async def test_the_newest_good_one_stays_though_the_line_has_left_it(run: Run) -
     assert await run.committed() == [first[0], first[2], second[1]]
 
 
-async def test_what_was_never_committed_goes_after_a_while(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_r63_what_was_never_committed_goes_after_a_while(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     made = await make_run(run, [10, 30])
     orphan, unfinished = Version(20, 1), Version(40, 1)
     receipt = await write_rank(run, orphan, State([tensor("w", (3,))]))

@@ -221,7 +221,5 @@ def _orphans_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey, "ORPHAN_SECONDS", -1.0)
 
 
-class TestRetention(Retention.TestCase):
-    """Runs it."""
-
-    settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestRetention = Retention.TestCase
+TestRetention.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

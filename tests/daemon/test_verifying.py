@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -62,7 +62,7 @@ def standings(url: str) -> dict[Version, Standing]:
 
 
 def counts(session: Trainer) -> dict[str, Any]:
-    return session.status()["counts"]
+    return cast(dict[str, Any], session.status()["counts"])
 
 
 def test_a_commit_is_read_again_and_marked(eager: DaemonProcess, tmp_run: str) -> None:
