@@ -81,6 +81,20 @@ IDLE_EXIT_SECONDS = 3600.0
 TOMBSTONE_SECONDS = 2 * COMMIT_SECONDS
 """A deletion stays announced for so long after it, by the store's clock, so that a daemon that is late to commit the
 checkpoint learns of it."""
+RETENTION_GRACE_SECONDS = 10.0
+"""Between the announcement of a deletion and the deletion: a lease that was taken just before may be listed late."""
+ORPHAN_SECONDS = 86_400.0
+"""What was never committed is cleared up after so long without a new object, by the store's clock."""
+BESIDE_SECONDS = 7 * 86_400.0
+"""What is no longer on the line stays for so long, unless :class:`ckptd.checkpoint.keep.Keep` says otherwise."""
+TRIAL_SECONDS = 1800.0
+"""How long a checkpoint may take to be loaded for a trial."""
+VERIFY_DELAY_SECONDS = 5.0
+"""After a commit, before it is read again: the training may be about to read its next data."""
+VERIFY_READS_AT_ONCE = 2
+"""What is written meanwhile goes on."""
+VERIFY_BYTES_PER_SECOND = 64 * MIB
+"""How fast a daemon reads commits again, all runs together."""
 COPY_RETRY_SECONDS = 5.0
 """After a failed copy to a further tier; doubled for each further failure, with jitter."""
 COPY_RETRY_SECONDS_MAX = 120.0

@@ -20,8 +20,8 @@ from ckptd.format.keys import Version
 RECORD_BYTES = 256
 """Room for one copy of a record; two copies a slot."""
 
-# sequence, state, generation, step, ticket, shard, held, doc, filled-by pid, doc digest
-_FIELDS = struct.Struct("<QIIQQQQQQ16s")
+# sequence, state, generation, step, ticket, shard, held, doc, filled-by pid, doc digest, unhealthy
+_FIELDS = struct.Struct("<QIIQQQQQQ16sI")
 _CHECK = struct.Struct("<Q")
 
 
@@ -53,6 +53,8 @@ class SlotRecord:
     held_bytes: int = 0
     """Length of the snapshot's bytes: the shard, and resident pieces behind it. Less than the shard means the shard
     alone."""
+    unhealthy: bool = False
+    """Not all of its values are finite."""
 
     @property
     def version(self) -> Version:
@@ -72,10 +74,10 @@ def read_record(copies: memoryview) -> tuple[int, SlotRecord]:
         else:
             if _CHECK.unpack_from(raw, _FIELDS.size)[0] != xxh3_64_intdigest(raw[: _FIELDS.size]):
                 continue
-            sequence, state, generation, step, ticket, shard, held, doc, pid, digest = _FIELDS.unpack_from(raw)
+            sequence, state, generation, step, ticket, shard, held, doc, pid, digest, bad = _FIELDS.unpack_from(raw)
             if state > SlotState.DURABLE:
                 continue
-            record = SlotRecord(SlotState(state), step, generation, ticket, shard, doc, digest, pid, held)
+            record = SlotRecord(SlotState(state), step, generation, ticket, shard, doc, digest, pid, held, bool(bad))
             found.append((sequence, record))
     if not found:
         raise FormatError("both copies of a slot record are damaged")
@@ -97,6 +99,7 @@ def write_record(copies: memoryview, record: SlotRecord) -> None:
         record.doc_bytes,
         record.pid,
         record.doc_digest,
+        record.unhealthy,
     )
     start = (sequence % 2) * RECORD_BYTES
     copies[start : start + _FIELDS.size + _CHECK.size] = fields + _CHECK.pack(xxh3_64_intdigest(fields))

@@ -34,6 +34,11 @@ def reader_stem(version: Version) -> str:
     return f"reader-{version}-"
 
 
+def reference_stem(version: Version) -> str:
+    """How the leases start of those who are about to refer to a checkpoint's bytes."""
+    return f"reference-{version}-"
+
+
 class HeldLease:
     """A lease of this process's own. To be renewed at least every :data:`LEASE_SECONDS`, and released."""
 
@@ -92,8 +97,8 @@ async def take(
     return lease
 
 
-async def live(backend: Backend, stem: str) -> dict[str, Lease]:
-    """Key → lease, of those whose name starts with ``stem`` and that hold now. Sweeps expired ones of any kind.
+async def live(backend: Backend, *stems: str) -> dict[str, Lease]:
+    """Key → lease, of those whose name starts with one of ``stems`` and that hold now. Sweeps expired ones of any kind.
 
     Needs to write, as it asks the store for the time.
     """
@@ -104,7 +109,7 @@ async def live(backend: Backend, stem: str) -> dict[str, Lease]:
     expired = [key for key, modified in found.items() if now - modified > LEASE_SECONDS]
     leases: dict[str, Lease] = {}
     for key in sorted(found.keys() - set(expired)):
-        if not key.startswith(f"{LEASES}{stem}"):
+        if not key.removeprefix(LEASES).startswith(stems):
             continue
         try:
             lease = await read_record(backend, key, Lease)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from ckptd.checkpoint.concurrency import each
 from ckptd.checkpoint.reader import CheckpointReader
-from ckptd.checkpoint.run import PINS, RECORDS_IN_FLIGHT, VERDICTS, Run, latest_verdict
+from ckptd.checkpoint.run import RECORDS_IN_FLIGHT, Run
+from ckptd.checkpoint.standing import UNMARKED
 from ckptd.checkpoint.tensors import StoredTensor, of_index, of_rank
 from ckptd.errors import FormatError, IntegrityError, NoCheckpoint
 from ckptd.format.keys import MANIFESTS, Version, manifest_key
@@ -34,11 +35,10 @@ async def list_run(run: Run) -> list[Listed]:
     beside = [version for version in reversed(await run.committed()) if version not in set(line)]
     incomplete = list(reversed(await run.incomplete()))
     modified = {info.key: info.modified_seconds async for info in run.backend.scan(MANIFESTS)}
-    marked = await run.marked()
+    standings = await run.standings()
 
     async def look(version: Version) -> Listed:
-        kinds = marked.get(version, [])
-        notes = [kind for kind in (latest_verdict(kinds, *VERDICTS), latest_verdict(kinds, *PINS)) if kind]
+        notes = [*standings.get(version, UNMARKED).words]
         committed, on_line = version not in incomplete, version in line
         if not committed:
             notes.append("incomplete, never used")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 from ckptd.checkpoint import leases
@@ -11,6 +11,7 @@ from ckptd.checkpoint.concurrency import each
 from ckptd.checkpoint.leases import HeldLease, writer_stem
 from ckptd.checkpoint.objects import DAMAGED, place, read_record, token
 from ckptd.checkpoint.selectors import NAMED_MAX, Selector, choose, named, spoken
+from ckptd.checkpoint.standing import Standing, kind_of_mark, mark_order, standing
 from ckptd.errors import (
     AlreadyExists,
     FormatError,
@@ -44,9 +45,6 @@ RECORDS_IN_FLIGHT = 16
 NEIGHBOURS_LISTED_MAX = 2000
 """So many objects are looked at for the hint that names the runs below a place that is none."""
 MarkKind = Literal["verified", "suspect", "pinned", "unpinned", "unhealthy", "revoked", "debug"]
-PINS = ("pinned", "unpinned")
-VERDICTS = ("verified", "suspect", "unhealthy", "revoked")
-"""Marks of which the latest holds."""
 
 
 class Run:
@@ -187,7 +185,7 @@ class Run:
     async def marks(self, version: Version) -> list[Mark]:
         """What has been said of a checkpoint, oldest first by the store's clock."""
         found = [info async for info in self.backend.scan(f"{MARKS}{version}/")]
-        found.sort(key=lambda info: (info.modified_seconds, info.key))
+        found.sort(key=mark_order)
 
         async def read(key: str) -> Mark:
             return await read_record(self.backend, key, Mark)
@@ -198,11 +196,15 @@ class Run:
         """The kinds of all marks of all checkpoints, oldest first by the store's clock; from one listing."""
         found = [info async for info in self.backend.scan(MARKS)]
         kinds: dict[Version, list[str]] = {}
-        for info in sorted(found, key=lambda info: (info.modified_seconds, info.key)):
-            name, _, mark = info.key.removeprefix(MARKS).partition("/")
+        for info in sorted(found, key=mark_order):
             with contextlib.suppress(FormatError):
-                kinds.setdefault(parse_version(name), []).append(mark.split("-", 1)[0])
+                version = parse_version(info.key.removeprefix(MARKS).partition("/")[0])
+                kinds.setdefault(version, []).append(kind_of_mark(info.key))
         return kinds
+
+    async def standings(self) -> dict[Version, Standing]:
+        """Of all checkpoints that have marks."""
+        return {version: standing(kinds) for version, kinds in (await self.marked()).items()}
 
     async def add_mark(self, version: Version, kind: MarkKind, *, by: str, reason: str) -> None:
         """Durable on return."""
@@ -252,11 +254,6 @@ class Run:
             except (NoCheckpoint, FormatError, IntegrityError):
                 parent = None
         return None if parent is None else parent.version
-
-
-def latest_verdict(kinds: Sequence[str], *among: str) -> str | None:
-    """The latest of these kinds among marks, oldest first."""
-    return next((kind for kind in reversed(kinds) if kind in among), None)
 
 
 async def _create(backend: Backend) -> records.Run:

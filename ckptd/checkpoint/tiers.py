@@ -15,6 +15,7 @@ from ckptd.checkpoint.concurrency import each
 from ckptd.checkpoint.leases import launch_family
 from ckptd.checkpoint.objects import place, read_record, token
 from ckptd.checkpoint.run import RECORDS_IN_FLIGHT, Run
+from ckptd.checkpoint.standing import UNMARKED, Standing
 from ckptd.errors import (
     AlreadyExists,
     CkptdError,
@@ -48,6 +49,23 @@ class TierRuns:
     async def committed(self) -> set[Version]:
         """What is committed in any of them."""
         return {version for run in self.runs for version in await run.committed()}
+
+    async def standings(self) -> dict[Version, Standing]:
+        """What the marks in all of them add up to. What is suspect in one tier may be sound in another, which says so
+        when it is read."""
+        found: dict[Version, list[Standing]] = {}
+        for run in self.runs:
+            for version, standing in (await run.standings()).items():
+                found.setdefault(version, []).append(standing)
+        return {
+            version: Standing(
+                verified=any(each.verified for each in each_tier),
+                suspect=any(each.suspect for each in each_tier) and not any(each.verified for each in each_tier),
+                unhealthy=any(each.unhealthy for each in each_tier),
+                pinned=any(each.pinned for each in each_tier),
+            )
+            for version, each_tier in found.items()
+        }
 
     async def line(self, also: Iterable[Version] = ()) -> list[Version]:
         """As :meth:`Run.line`, over all tiers together."""
@@ -208,3 +226,13 @@ async def copy_identity(source: Run, target: Backend, generation: int) -> None:
         raise StorageError(f"the record of generation {generation} is missing", key=source.backend.url) from error
     await put_run_id(target, source.id)
     await put_generation(target, record)
+
+
+async def copy_health(source: Run, target: Backend, version: Version) -> None:
+    """Before a checkpoint is copied: what is unhealthy in one tier is so in the next. Raises :class:`StorageError`."""
+    further = Run(target, source.id)
+    if not (await source.standings()).get(version, UNMARKED).unhealthy:
+        return
+    if not (await further.standings()).get(version, UNMARKED).unhealthy:
+        reason = next((mark.reason for mark in reversed(await source.marks(version)) if mark.mark == "unhealthy"), "")
+        await further.add_mark(version, "unhealthy", by="copy", reason=reason)

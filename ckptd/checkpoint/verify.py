@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from ckptd.checkpoint.concurrency import ahead
 from ckptd.checkpoint.objects import damaged, place
@@ -12,6 +13,7 @@ from ckptd.checkpoint.proofs import PROCESS_BYTES_MIN, prover_for
 from ckptd.checkpoint.reader import CheckpointReader
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.selectors import spoken
+from ckptd.checkpoint.trial import Tried
 from ckptd.errors import CoverageError, FormatError, IntegrityError, NoCheckpoint, NotFound
 from ckptd.format.cover import pieces_in_file_order
 from ckptd.format.dtypes import stored_as
@@ -28,6 +30,7 @@ RECEIPTS_AT_ONCE = 8
 OnProgress = Callable[[int, int], None]
 """Called with the bytes verified so far, and the bytes of the whole checkpoint."""
 
+_LEVELS: dict[str, Literal["ok", "warning", "error"]] = {"good": "ok", "unknown": "warning", "bad": "error"}
 _BAD = (IntegrityError, FormatError, CoverageError)
 """What makes a checkpoint bad. A store that cannot tell does not: its error is raised."""
 
@@ -49,6 +52,16 @@ class Verification:
     def reason(self) -> str:
         """Why it is bad, in one line; empty where it is good."""
         return "; ".join(finding.message for finding in self.findings if finding.level == "error")
+
+    @property
+    def conclusive(self) -> bool:
+        """Everything that was asked was answered."""
+        return not self.good or all(finding.level != "warning" for finding in self.findings)
+
+    def with_trial(self, tried: Tried) -> Verification:
+        """As it stands after a trial as well."""
+        finding = Finding(_LEVELS[tried.result], "load", tried.reason or "it was loaded in a process of its own")
+        return replace(self, findings=(*self.findings, finding))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +88,19 @@ class _Findings:
             self.found.append(Finding("error", subject, error.message, error.hint))
 
 
-async def verify(run: Run, version: Version, *, on_progress: OnProgress | None = None) -> Verification:
+async def verify(
+    run: Run, version: Version, *, on_progress: OnProgress | None = None, holder: str | None = None
+) -> Verification:
     """Read everything of a checkpoint again: manifest, generation, receipts, index, and every byte of every shard
     against its digest; compare each shard's header with its layout; prove the coverage anew and compare the manifest
     with that proof byte for byte. Bounded memory: windows, some receipts, and what
-    the proof keeps of them.
+    the proof keeps of them. ``holder``: hold a reader's lease meanwhile, see :meth:`CheckpointReader.open`.
 
     Raises :class:`NoCheckpoint` where it is not committed, and :class:`StorageError` where the store cannot tell.
     """
     findings = _Findings()
     try:
-        reader = await CheckpointReader.open(run, version)
+        reader = await CheckpointReader.open(run, version, holder=holder)
     except _BAD as error:
         return Verification(version, (Finding("error", "manifest", error.message, error.hint),), 0)
     done = 0
@@ -96,10 +111,11 @@ async def verify(run: Run, version: Version, *, on_progress: OnProgress | None =
         if on_progress is not None:
             on_progress(done, reader.manifest.bytes)
 
-    await findings.collect("generation", _check_generation(run, reader.manifest))
-    await findings.collect("proof", check_proof(reader))
-    for rank in range(reader.manifest.world):
-        await findings.collect(f"rank {rank}", _check_rank(reader, rank, advance))
+    async with reader:
+        await findings.collect("generation", _check_generation(run, reader.manifest))
+        await findings.collect("proof", check_proof(reader))
+        for rank in range(reader.manifest.world):
+            await findings.collect(f"rank {rank}", _check_rank(reader, rank, advance))
     return Verification(version, tuple(findings.found), done)
 
 
@@ -136,12 +152,13 @@ async def _proved(reader: CheckpointReader, *, early: bool) -> Commit:
         return await prover.commit()
 
 
-async def newest_good(run: Run, *, on_progress: OnProgress | None = None) -> Choice:
-    """The newest checkpoint on the line that verifies. One that is deleted meanwhile is passed over."""
+async def newest_good(run: Run, look: Callable[[Version], Awaitable[Verification]] | None = None) -> Choice:
+    """The newest checkpoint on the line that verifies. One that is deleted meanwhile is passed over. ``look``: how each
+    is verified, where :func:`verify` alone will not do."""
     tried: list[Verification] = []
     for version in await run.line():
         try:
-            tried.append(await verify(run, version, on_progress=on_progress))
+            tried.append(await (verify(run, version) if look is None else look(version)))
         except NoCheckpoint as error:
             tried.append(Verification(version, (Finding("error", "manifest", error.message),), 0))
         if tried[-1].good:

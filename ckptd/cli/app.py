@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ckptd import __version__
-from ckptd.cli import daemon_commands, doctor_command, plan_command, storage_commands
+from ckptd.cli import daemon_commands, doctor_command, plan_command, prune_commands, storage_commands
 from ckptd.daemon.command import daemon
 
 app = typer.Typer(
@@ -25,6 +25,9 @@ app.command("ls")(storage_commands.ls)
 app.command("show")(storage_commands.show)
 app.command("verify")(storage_commands.verify)
 app.command("export")(storage_commands.export)
+app.command("prune")(prune_commands.prune)
+app.command("pin")(prune_commands.pin)
+app.command("unpin")(prune_commands.unpin)
 app.command("plan")(plan_command.plan)
 app.command("doctor")(doctor_command.doctor)
 

@@ -53,6 +53,10 @@ def print_status(status: dict[str, Any]) -> None:
     _print_saves(status["saves"]["listed"])
     _print_sessions(status["sessions"]["listed"])
     _print_tiers(status["tiers"]["listed"])
+    for made in status["retention"]["listed"]:
+        if made["error"] or made["failed"]:
+            why = made["error"] or f"{made['failed']} checkpoints could not be deleted"
+            out.print(f"retention at {made['tier']}: {why}", style="red")
     for url, version in status["committed"].items():
         out.print(f"newest commit: {version} of {url}")
     for failure in status["failures"]:

@@ -1,8 +1,8 @@
-"""Commands that look at a run in storage. None of them needs a daemon, and none changes the run."""
+"""Commands that look at a run in storage. None of them needs a daemon, and all that they leave is a verdict."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,11 +14,15 @@ from ckptd.checkpoint.listing import Listed, Shown, list_run, show_checkpoint
 from ckptd.checkpoint.reader import CheckpointReader
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.selectors import spoken
+from ckptd.checkpoint.trial import Loader, try_loading
+from ckptd.checkpoint.verdicts import record_verdict
 from ckptd.checkpoint.verify import Choice, Verification, newest_good
 from ckptd.checkpoint.verify import verify as verify_checkpoint
-from ckptd.cli.options import Json, Step, StorageOption, Url, holder, opened_run
-from ckptd.cli.output import ByteProgress, console, counted, emit, run, size, table
-from ckptd.errors import IntegrityError, NoCheckpoint
+from ckptd.cli.options import Json, Step, StorageOption, Url, holder, opened_run, parse_storage_options
+from ckptd.cli.output import ByteProgress, console, counted, emit, guarded, run, size, table
+from ckptd.errors import CkptdError, IntegrityError, NoCheckpoint, StorageError, first_line
+from ckptd.format.keys import Version
+from ckptd.limits import TRIAL_SECONDS
 
 OptionalStep = Annotated[
     str | None, typer.Argument(metavar="[STEP]", help="As for show; left out: the newest that is good.")
@@ -80,21 +84,44 @@ def show(
 def verify(
     url: Url,
     step: OptionalStep = None,
+    load: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Then load it in a fresh process, by function(url, checkpoint, storage_options).",
+        ),
+    ] = None,
+    load_deadline: Annotated[float, typer.Option(help="Seconds that the load may take.", min=0)] = TRIAL_SECONDS,
+    mark: Annotated[bool, typer.Option(help="Record the verdict, for retention and restore to go by.")] = True,
     option: StorageOption = None,
     json: Json = False,
 ) -> None:
     """Read a checkpoint again, all of it, and prove it anew. Without a step: the newest, and if it is damaged the next
-    older, until one is good.
+    older, until one is good. The verdict is recorded as a mark, verified or suspect, where the store can be written.
 
     Exit codes: 0 it is good; 5 it is damaged (without a step: all are); 6 there is none; 13 the newest is damaged, and
     an older one is good.
     """
 
+    loader = None if load is None else guarded(lambda: Loader.here(load), as_json=json)
+
     async def work(bar: ByteProgress) -> Choice:
         async with opened_run(url, option) as opened:
+
+            async def look(version: Version) -> Verification:
+                found = await verify_checkpoint(opened, version, on_progress=bar.update)
+                if loader is not None and found.good:
+                    options = parse_storage_options(option)
+                    found = found.with_trial(
+                        await try_loading(loader, opened.backend.url, version, options, deadline_seconds=load_deadline)
+                    )
+                if mark and found.conclusive:
+                    await _record(opened, found)
+                return found
+
             if step is None:
-                return await _newest_good(opened, bar)
-            found = await verify_checkpoint(opened, await opened.resolve(step), on_progress=bar.update)
+                return await _newest_good(opened, look)
+            found = await look(await opened.resolve(step))
             return Choice(found.version if found.good else None, (found,))
 
     with ByteProgress("verifying", quiet=json) as bar:
@@ -106,6 +133,8 @@ def verify(
             _print_verified(item)
     if choice.version is None:
         raise typer.Exit(IntegrityError.exit_code)
+    if not all(item.conclusive for item in choice.tried):
+        raise typer.Exit(CkptdError.exit_code)
     if len(choice.tried) > 1:
         raise typer.Exit(FALLBACK_EXIT)
 
@@ -133,8 +162,16 @@ def export(
         print(f"{size(done.bytes)} in {counted(len(done.files), 'file')} in {folder}")
 
 
-async def _newest_good(opened: Run, bar: ByteProgress) -> Choice:
-    choice = await newest_good(opened, on_progress=bar.update)
+async def _record(opened: Run, found: Verification) -> None:
+    """As far as that goes: what is read-only can be verified all the same."""
+    try:
+        await record_verdict(opened, found.version, good=found.good, by=holder("verify"), reason=found.reason)
+    except StorageError as error:
+        console(stderr=True).print(f"the verdict on {spoken(found.version)} is not recorded: {first_line(error)}")
+
+
+async def _newest_good(opened: Run, look: Callable[[Version], Awaitable[Verification]]) -> Choice:
+    choice = await newest_good(opened, look)
     if not choice.tried:
         raise NoCheckpoint(f"{opened.backend.url} holds no checkpoint")
     return choice
@@ -235,7 +272,11 @@ def _print_verified(item: Verification) -> None:
     out = console()
     if item.good:
         out.print("good    ", style="green", end=" ")
-        out.print(f"{spoken(item.version)}: {size(item.bytes_verified)} read again and proved")
+        loaded = ", and loaded" if any(f.subject == "load" and f.level == "ok" for f in item.findings) else ""
+        out.print(f"{spoken(item.version)}: {size(item.bytes_verified)} read again and proved{loaded}")
+        for finding in item.findings:
+            if finding.level == "warning":
+                out.print(f"         {finding.subject}: {finding.message}")
         return
     out.print("damaged ", style="bold red", end=" ")
     out.print(spoken(item.version))

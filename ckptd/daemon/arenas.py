@@ -276,6 +276,7 @@ def _offers_of(arena: Arena, *, writable: bool) -> list[SnapshotOffer]:
                 generation=snapshot.generation,
                 world=snapshot.world,
                 rank=snapshot.rank,
+                unhealthy=record.unhealthy,
                 writable=writable,
             )
         )

@@ -9,7 +9,15 @@ import typer
 
 from ckptd.daemon.server import run
 from ckptd.daemon.settings import Settings
-from ckptd.limits import COMMIT_SECONDS, COMMIT_TAKEOVER_SECONDS, IDLE_EXIT_SECONDS, MIB
+from ckptd.limits import (
+    COMMIT_SECONDS,
+    COMMIT_TAKEOVER_SECONDS,
+    IDLE_EXIT_SECONDS,
+    MIB,
+    RETENTION_GRACE_SECONDS,
+    VERIFY_BYTES_PER_SECOND,
+    VERIFY_DELAY_SECONDS,
+)
 from ckptd.wire.channel import SOCKET_VARIABLE, default_socket
 
 
@@ -28,6 +36,15 @@ def daemon(
     commit_takeover: Annotated[
         float, typer.Option(help="Seconds to wait for rank 0's daemon to commit.")
     ] = COMMIT_TAKEOVER_SECONDS,
+    retention_grace: Annotated[
+        float, typer.Option(help="Seconds between the announcement of a deletion and the deletion.", min=0)
+    ] = RETENTION_GRACE_SECONDS,
+    verify_bandwidth: Annotated[
+        float, typer.Option(help="MiB/s at which commits are read again and verified; 0: they are not.", min=0)
+    ] = VERIFY_BYTES_PER_SECOND / MIB,
+    verify_delay: Annotated[
+        float, typer.Option(help="Seconds after a commit before it is read again.", min=0)
+    ] = VERIFY_DELAY_SECONDS,
     log_file: Annotated[Path | None, typer.Option(help="Else to standard error.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="For journals; else beside the socket.")] = None,
 ) -> None:
@@ -43,6 +60,9 @@ def daemon(
         drain_seconds=drain,
         commit_seconds=commit_deadline,
         commit_takeover_seconds=commit_takeover,
+        retention_grace_seconds=retention_grace,
+        verify_bytes_per_second=int(verify_bandwidth * MIB) or None,
+        verify_delay_seconds=verify_delay,
         log_file=log_file,
         state_dir=state_dir,
     )

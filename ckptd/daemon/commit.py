@@ -258,6 +258,8 @@ class Commit:
                 by="save", mark="pinned", reason="asked for when it was saved", version=str(commit.manifest.version)
             )
             await put_same(backend, mark_key(commit.manifest.version, "pinned", "save"), encode(mark))
+        if await _exists(backend, tombstone_key(self.checkpoint.version)):
+            raise SaveError(f"{self.checkpoint} is being deleted: it was not committed for too long")
         await put_same(backend, manifest_key(self.checkpoint.version), encode(commit.manifest))
         log.info("committed %s, %d bytes", self.checkpoint, commit.manifest.bytes)
 

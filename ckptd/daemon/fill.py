@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,9 @@ from ckptd.errors import SnapshotVoided
 
 if TYPE_CHECKING:
     from ckptd.daemon.arenas import HeldArena
+
+
+_NOT_FINITE = "not all values are finite"
 
 
 class Fill:
@@ -22,6 +26,8 @@ class Fill:
         self.record = record
         """As it stood when the daemon first saw it; the state in it is not kept up to date."""
         self.sealed = record.state in (SlotState.SEALED, SlotState.DURABLE)
+        self.unhealthy = _NOT_FINITE if record.unhealthy else ""
+        """Why what was saved is of no use, as far as that was looked for; known once it is sealed."""
         self._final_bytes = 0
         self._voided = ""
         self._changed = asyncio.Event()
@@ -31,9 +37,12 @@ class Fill:
         self._final_bytes = max(self._final_bytes, final_bytes)
         self._tell()
 
-    def seal(self) -> None:
+    def seal(self, not_finite: Sequence[str] = ()) -> None:
         """The snapshot is complete and checked. Without effect once it is given up."""
         if not self._voided:
+            record = self.held.record(self.slot)
+            if record is not None and record.ticket == self.record.ticket and record.unhealthy:
+                self.unhealthy = ": ".join([_NOT_FINITE, *([", ".join(not_finite)] if not_finite else [])])
             self.sealed = True
             self._tell()
 
@@ -57,7 +66,10 @@ class Fill:
         if self._voided:
             raise SnapshotVoided(self._voided)
         now = self.held.arena.record(self.slot)
-        if now.state is SlotState.FREE or replace(now, state=self.record.state) != self.record:
+        if (
+            now.state is SlotState.FREE
+            or replace(now, state=self.record.state, unhealthy=self.record.unhealthy) != self.record
+        ):
             raise SnapshotVoided(f"slot {self.slot} was filled anew while its snapshot was being written")
 
     async def final(self, stop: int) -> None:

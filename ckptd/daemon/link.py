@@ -19,7 +19,8 @@ from typing import Literal
 from ckptd.checkpoint.concurrency import each
 from ckptd.checkpoint.reader import CheckpointReader
 from ckptd.checkpoint.run import Run
-from ckptd.checkpoint.tiers import TierRuns, copy_identity
+from ckptd.checkpoint.survey import order
+from ckptd.checkpoint.tiers import TierRuns, copy_health, copy_identity
 from ckptd.daemon.chosen import announce, announced
 from ckptd.daemon.commits import Commits
 from ckptd.daemon.copying import copy_shard
@@ -118,7 +119,7 @@ class Link:
         """What the nearer tier must keep: what is being copied, and what is due next; never more than these two."""
         there = self.there
         if there is not None:  # it may have gone from the nearer tier
-            line = [version for version in line if _order(version) > _order(there)] + [there]
+            line = [version for version in line if order(version) > order(there)] + [there]
         here = set(line) - self._refused.keys()
         due = self.target.interval.choose(line, here, {there}, time_is_up=False)
         return {
@@ -237,6 +238,7 @@ class Link:
         self.state, self.version = "copying", version
         self.bytes = self.bytes_done = 0
         await copy_identity(run, self.target.backend, version.generation)
+        await copy_health(run, self.target.backend, version)
         holder = f"{socket.gethostname()}, process {os.getpid()}, copies to {self.target.backend.url}"
         async with await CheckpointReader.open(run, version, holder=holder) as reader:
             world = reader.manifest.world
@@ -291,10 +293,6 @@ class Link:
         except NotFound:
             return False
         return True
-
-
-def _order(version: Version) -> tuple[int, int]:
-    return version.generation, version.step
 
 
 OnFailed = Callable[[Link, Exception], None]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ckptd.checkpoint.trial import Loader
 from ckptd.daemon.tier import Exchange, Tier
 from ckptd.errors import UsageError
 from ckptd.storage import Backend
@@ -82,6 +83,10 @@ class Owner:
     tiers: tuple[Tier, ...]
     """Nearest first."""
     process: PeerProcess = field(repr=False)
+    loader: Loader | None = None
+    """What really loads a checkpoint of this run, for a trial."""
+    load_every: int = 1
+    """Of so many commits, one is loaded."""
     send: Callable[[Outgoing], None] = field(repr=False)
     connected: bool = True
     hung_up: bool = False
@@ -95,7 +100,7 @@ class Owner:
     @property
     def backends(self) -> tuple[Backend, ...]:
         """All that are in use for this trainer."""
-        return tuple(backend for tier in self.tiers for backend in (tier.backend, tier.reading))
+        return tuple(backend for tier in self.tiers for backend in (tier.backend, tier.reading, tier.verifying))
 
     @property
     def home(self) -> Tier:

@@ -15,7 +15,7 @@ from ckptd.daemon.arenas import Arenas
 from ckptd.daemon.commits import Commits
 from ckptd.daemon.owner import Owner
 from ckptd.daemon.replication import Replication
-from ckptd.daemon.save import Failure, Save, Tally
+from ckptd.daemon.save import Save, Tally
 from ckptd.daemon.source import SlotSource
 from ckptd.daemon.tier import Checkpoint
 from ckptd.daemon.upload import Contents, existing_receipt, read_contents, upload
@@ -133,7 +133,7 @@ class Pipeline:
             log.error("unexpected", exc_info=error)
         if not save.resumed:
             self._tally.counts["failed"] += 1
-            self._tally.failures.append(Failure(time.time(), save.owner.seat, save.version, stage, first_line(error)))
+            self._tally.failed(save.owner.seat, save.version, stage, first_line(error))
         await fill.ended()  # until then the slot is the trainer's
         fill.settle(SlotState.FREE)
         owner.post(
@@ -146,7 +146,7 @@ class Pipeline:
         )
         if isinstance(error, StorageFull) and save.run:
             # What could not be deleted while the store was full is in the way of all that follows.
-            self._replication.retiring.soon(owner, owner.nearest, save.run, save.version.generation)
+            self._replication.retiring.soon(owner, owner.nearest, save.run, save.version)
         if not save.stored and not save.resumed and not isinstance(error, Superseded):
             await self.skip(save.owner, save.version, save.run, first_line(error))
 

@@ -16,8 +16,8 @@ from ckptd.errors import (
     Unavailable,
     first_line,
 )
-from ckptd.format.keys import Version
-from ckptd.format.records import Receipt, Skipped, decode, encode
+from ckptd.format.keys import Version, mark_key
+from ckptd.format.records import Mark, Receipt, Skipped, decode, encode
 from ckptd.limits import KIB, RECEIPT_BYTES_MAX
 from ckptd.storage import Backend, settle
 
@@ -97,3 +97,9 @@ async def put_skipped(backend: Backend, key: str, version: Version, rank: int, *
         await put_first(backend, key, encode(record))
     except Exception as error:
         log.warning("could not tell the other ranks that rank %d skips %s: %s", rank, version, first_line(error))
+
+
+async def put_unhealthy(backend: Backend, version: Version, rank: int, reason: str) -> None:
+    """Mark a checkpoint before it is committed: what this rank saved is of no use. Durable on return."""
+    mark = Mark(by=f"rank {rank}", mark="unhealthy", reason=reason, version=str(version))
+    await put_first(backend, mark_key(version, "unhealthy", f"rank-{rank:05d}"), encode(mark))

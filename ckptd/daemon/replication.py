@@ -12,8 +12,9 @@ from ckptd.daemon.commits import Commits
 from ckptd.daemon.link import Link
 from ckptd.daemon.owner import Owner
 from ckptd.daemon.retiring import Retiring
-from ckptd.daemon.save import Failure, Tally
+from ckptd.daemon.save import Tally
 from ckptd.daemon.tier import Tier
+from ckptd.daemon.verifying import Verifying
 from ckptd.errors import first_line
 from ckptd.format.keys import Version
 from ckptd.limits import COMMIT_SECONDS, COPY_LINGER_SECONDS
@@ -31,12 +32,16 @@ class Replication:
         commits: Commits,
         tally: Tally,
         spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
+        verifying: Verifying,
+        grace_seconds: float,
     ) -> None:
+        """``grace_seconds``: of retention."""
+        self._verifying = verifying
         self._commits = commits
         self._tally = tally
         self._spawn = spawn
         self._links: dict[tuple[str, int], tuple[Link, asyncio.Task[None]]] = {}
-        self.retiring = Retiring(spawn, self.held)
+        self.retiring = Retiring(spawn, self.held, tally, grace_seconds)
 
     @property
     def links(self) -> list[Link]:
@@ -49,8 +54,9 @@ class Replication:
             self._link(owner, tier.number)
 
     def committed(self, owner: Owner, tier: Tier, run: str, version: Version) -> None:
-        """A tier has a new checkpoint: retention there, and on to the next tier."""
-        self.retiring.soon(owner, tier, run, version.generation)
+        """A tier has a new checkpoint: verification and retention there, and on to the next tier."""
+        self._verifying.soon(owner, tier, run, version)
+        self.retiring.soon(owner, tier, run, version)
         if tier.number + 1 < len(owner.tiers):
             self._link(owner, tier.number + 1).nudge(version)
 
@@ -69,7 +75,7 @@ class Replication:
         self._tally.counts["copied"] += 1
         self.committed(owner, tier, run, version)
         nearer = owner.tiers[tier.number - 1]
-        self.retiring.soon(owner, nearer, run, version.generation)  # of what was held for the copy
+        self.retiring.soon(owner, nearer, run, version)  # of what was held for the copy
 
     def _failed(self, link: Link, error: Exception) -> None:
         """An event, a counter and a warning. No training ends for it."""
@@ -77,7 +83,7 @@ class Replication:
         log.warning("%s is not copied to %s: %s", link.version or link.near, link.target.backend.url, first_line(error))
         if link.failures == 1 or link.version is not None:
             version = link.version or link.near or Version(0, 0)
-            self._tally.failures.append(Failure(time.time(), link.owner.seat, version, "copy", first_line(error)))
+            self._tally.failed(link.owner.seat, version, "copy", first_line(error))
 
     def held(self, url: str, line: Sequence[Version]) -> Mapping[Version, str]:
         """What retention in a tier must leave for the next one: at most two checkpoints for each link."""

@@ -16,7 +16,7 @@ from ckptd.format.keys import Version
 
 FAILURES_KEPT = 16
 
-Stage = Literal["queue", "write", "commit", "copy"]
+Stage = Literal["queue", "write", "commit", "copy", "retention", "verify"]
 
 
 @dataclass(eq=False)
@@ -60,9 +60,13 @@ class Failure:
 
 @dataclass(slots=True)
 class Tally:
-    """What has become of saves since the daemon began."""
+    """What has become of saves, and of what is done with checkpoints afterwards, since the daemon began."""
 
     counts: dict[str, int] = field(default_factory=lambda: defaultdict[str, int](int))
     failures: deque[Failure] = field(default_factory=lambda: deque[Failure](maxlen=FAILURES_KEPT))
     committed: dict[str, Version] = field(default_factory=dict[str, Version])
     """Run → what was committed last."""
+
+    def failed(self, seat: Seat, version: Version, stage: Stage, error: str) -> None:
+        """Something went wrong that fails no save by itself: it is seen in the status."""
+        self.failures.append(Failure(time.time(), seat, version, stage, error))

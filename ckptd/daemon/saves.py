@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ckptd.arena import SlotState
@@ -54,13 +55,13 @@ class Saves:
         if fill := held.fill(slot, ticket):
             fill.grow(final_bytes)
 
-    def sealed(self, held: HeldArena, slot: int, ticket: int) -> None:
-        """The snapshot is complete."""
+    def sealed(self, held: HeldArena, slot: int, ticket: int, not_finite: Sequence[str] = ()) -> None:
+        """The snapshot is complete. ``not_finite``: names of tensors in it."""
         record = held.record(slot)
         if record is None or record.ticket != ticket or record.state is not SlotState.SEALED:
             self._stale("sealed", held, slot, ticket)
         elif fill := held.fill(slot, ticket):
-            fill.seal()
+            fill.seal(not_finite)
         else:
             self._begin(held, slot, ticket, (SlotState.SEALED,))
 

@@ -19,8 +19,9 @@ from ckptd.daemon.settings import Settings
 from ckptd.daemon.status import status_of
 from ckptd.daemon.stores import Stores, Use
 from ckptd.daemon.tasks import Tasks
+from ckptd.daemon.verifying import Verifying
 from ckptd.errors import DaemonError, DeadlineExceeded, RunInUse
-from ckptd.limits import COPY_READS_AT_ONCE
+from ckptd.limits import COPY_READS_AT_ONCE, VERIFY_READS_AT_ONCE
 from ckptd.storage import Limits
 from ckptd.wire.messages import Failed
 
@@ -45,12 +46,18 @@ class Service:
                 settings.requests_inflight, settings.copy_bytes_per_second or settings.upload_bytes_per_second
             ),
             "reading": Limits(COPY_READS_AT_ONCE),
+            "verifying": Limits(VERIFY_READS_AT_ONCE, down_bytes_per_second=settings.verify_bytes_per_second),
         }
         self.stores = Stores(limits, settings.state_path, self.tasks.spawn)
         self.arenas = Arenas(settings.memory_budget_bytes)
         patience = Patience(settings.commit_seconds, settings.commit_takeover_seconds)
         commits, tally = Commits(patience, self.tasks.spawn), Tally()
-        self.replication = Replication(commits, tally, self.tasks.spawn)
+        self.verifying = Verifying(
+            self.tasks.spawn, tally, settings.verify_delay_seconds, enabled=settings.verify_bytes_per_second is not None
+        )
+        self.replication = Replication(
+            commits, tally, self.tasks.spawn, self.verifying, settings.retention_grace_seconds
+        )
         self.saves = Saves(self.tasks, commits, tally, self.replication, self.arenas)
         self.ending = asyncio.Event()
         """Set when the daemon is to end, its work being done."""
@@ -119,7 +126,7 @@ class Service:
             if self.seats.get(owner.seat) is owner:
                 del self.seats[owner.seat]
         used = [backend for owner in self._owners for backend in owner.backends]
-        await self.stores.close_others([*used, *self.replication.retiring.backends])
+        await self.stores.close_others([*used, *self.replication.retiring.backends, *self.verifying.backends])
 
     # The end
 

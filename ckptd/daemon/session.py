@@ -8,12 +8,15 @@ import socket
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ckptd import __version__
 from ckptd.checkpoint.concurrency import in_thread
+from ckptd.checkpoint.trial import Loader
 from ckptd.daemon.arenas import HeldArena
 from ckptd.daemon.connection import Connection
 from ckptd.daemon.owner import Owner, PeerProcess, Seat
-from ckptd.errors import CkptdError, ProtocolError, UsageError, first_line
+from ckptd.errors import CkptdError, ConfigError, ProtocolError, UsageError, first_line
 from ckptd.format.keys import Version
 from ckptd.limits import OFFERS_MAX, TIERS_MAX
 from ckptd.wire.channel import Peer
@@ -111,9 +114,9 @@ class Session:
             case Filled(at=at, bytes=final_bytes):
                 if held := self._own_arena(at):
                     saves.filled(held, at.slot, at.ticket, final_bytes)
-            case Sealed(at=at):
+            case Sealed(at=at, not_finite=not_finite):
                 if held := self._own_arena(at):
-                    saves.sealed(held, at.slot, at.ticket)
+                    saves.sealed(held, at.slot, at.ticket, not_finite)
             case Voided(at=at, reason=reason):
                 if held := self._own_arena(at):
                     saves.voided(held, at.slot, at.ticket, reason)
@@ -187,6 +190,8 @@ class Session:
                 tiers=tiers,
                 process=self._process,
                 send=self.connection.send,
+                loader=self._loader(hello),
+                load_every=hello.load_every,
             )
             self.service.seat(owner, takeover=hello.takeover)
         except Exception:
@@ -194,6 +199,19 @@ class Session:
             raise
         self.owner = owner
         return Welcome(request=hello.request, pid=os.getpid(), version=__version__), None
+
+    def _loader(self, hello: Hello) -> Loader | None:
+        if hello.loader is None:
+            return None
+        if self.peer.uid != os.geteuid():
+            raise UsageError(
+                f"user {os.geteuid()} runs no function for user {self.peer.uid}",
+                hint="leave verify_load out, or run a daemon of your own",
+            )
+        try:
+            return msgspec.convert(hello.loader, Loader)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"verify_load: {error}") from None
 
     async def _status(self, request: GetStatus) -> tuple[Outgoing, int | None]:
         return Status(request=request.request, status=self.service.status()), None

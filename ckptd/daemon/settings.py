@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptd.limits import COMMIT_SECONDS, COMMIT_TAKEOVER_SECONDS
+from ckptd.limits import (
+    COMMIT_SECONDS,
+    COMMIT_TAKEOVER_SECONDS,
+    RETENTION_GRACE_SECONDS,
+    VERIFY_BYTES_PER_SECOND,
+    VERIFY_DELAY_SECONDS,
+)
 from ckptd.wire.channel import default_socket
 
 
@@ -34,6 +40,12 @@ class Settings:
     """How long a commit waits for the receipts of other ranks."""
     commit_takeover_seconds: float = COMMIT_TAKEOVER_SECONDS
     """How long other ranks' daemons leave a commit to rank 0's; up to twice that, at random."""
+    retention_grace_seconds: float = RETENTION_GRACE_SECONDS
+    """Between the announcement of a deletion and the deletion."""
+    verify_bytes_per_second: int | None = VERIFY_BYTES_PER_SECOND
+    """At which commits are read again; ``None``: they are not."""
+    verify_delay_seconds: float = VERIFY_DELAY_SECONDS
+    """After a commit, before it is read again."""
     log_file: Path | None = None
     """``None``: to standard error."""
     state_dir: Path | None = None

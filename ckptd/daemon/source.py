@@ -89,6 +89,11 @@ class SlotSource:
             self._digests[number] = digest(self._held[self._starts[number] : self._stops[number]])
 
     @property
+    def unhealthy(self) -> str:
+        """Why what was saved is of no use, or empty; known once :meth:`complete` has returned."""
+        return self._fill.unhealthy
+
+    @property
     def blocks(self) -> bytes:
         """The packed digests of the shard's blocks; complete once :meth:`complete` has returned."""
         return b"".join(self._digests[: self._shard_blocks])

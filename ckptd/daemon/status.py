@@ -13,6 +13,7 @@ from ckptd import __version__
 from ckptd.daemon.arenas import HeldArena
 from ckptd.daemon.link import Link
 from ckptd.daemon.owner import Owner
+from ckptd.daemon.retiring import Pass
 from ckptd.daemon.save import Failure, Save
 from ckptd.limits import KIB, MESSAGE_BYTES_MAX
 
@@ -35,7 +36,6 @@ def status_of(service: Service) -> dict[str, Any]:
 
 def _status(service: Service, listed: int) -> dict[str, Any]:
     saves, arenas, tally = service.saves.under_way(), service.arenas.all(), service.saves.tally
-    retiring = service.replication.retiring
     owners = [session.owner for session in service.sessions if session.owner is not None]
 
     def shown(entries: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -58,9 +58,11 @@ def _status(service: Service, listed: int) -> dict[str, Any]:
             for finding in findings
         ),
         "tiers": shown(map(_tier, service.replication.links)),
+        "retention": shown(_pass(url, made) for url, made in service.replication.retiring.passes.items()),
         "arenas": shown(map(_arena, arenas)),
         "arena_bytes": service.arenas.size_bytes,
-        "counts": {**tally.counts, "retired": retiring.deleted, "retiring_failed": retiring.failed},
+        "verifying": _verifying(service),
+        "counts": {"retired": 0, "retiring_failed": 0, **tally.counts},
     }
 
 
@@ -126,6 +128,24 @@ def _tier(link: Link) -> dict[str, Any]:
         "bytes_done": min(link.bytes_done, link.bytes),
         "failures": link.failures,
         "error": link.error[: 3 * TEXT_MAX],
+    }
+
+
+def _verifying(service: Service) -> dict[str, str] | None:
+    current = service.verifying.current
+    return None if current is None else {"tier": current[0][:TEXT_MAX], "version": str(current[1])}
+
+
+def _pass(url: str, made: Pass) -> dict[str, Any]:
+    outcome = made.outcome
+    return {
+        "tier": url[:TEXT_MAX],
+        "unix_seconds": made.unix_seconds,
+        "kept": outcome.kept,
+        "deleted": len(outcome.deleted),
+        "waiting": len(outcome.waiting),
+        "failed": len(outcome.failed),
+        "error": made.error[: 3 * TEXT_MAX],
     }
 
 

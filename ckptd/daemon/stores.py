@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ckptd.checkpoint.retention import Keep
+from ckptd.checkpoint.keep import Keep
 from ckptd.daemon.tier import Interval, Tier
 from ckptd.errors import ConfigError, first_line
 from ckptd.storage import (
@@ -27,7 +27,7 @@ from ckptd.wire.messages import TierOfRun
 
 log = logging.getLogger(__name__)
 
-Use = Literal["nearest", "further", "reading"]
+Use = Literal["nearest", "further", "reading", "verifying"]
 """What a store is open for. Each use has limits of its own."""
 
 
@@ -65,6 +65,8 @@ class Stores:
             backend,
             _keep_of(tier),
             reading=await self._open_one(url, options, "reading"),
+            verifying=await self._open_one(url, options, "verifying"),
+            options=options,
             shared=tier.shared,
             interval=_interval_of(tier),
         )
@@ -77,7 +79,7 @@ class Stores:
             backend = await asyncio.to_thread(open_backend, url, options, state_dir=self._state_dir)
             if key not in self._open:
                 self._open[key] = with_standard_wrappers(backend, self._limits[use])
-                if use != "reading":
+                if use in ("nearest", "further"):
                     self._spawn(self._examine(self._open[key]), f"self-test of {url}")
         return self._open[key]
 

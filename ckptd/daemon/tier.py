@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import Any
 
-from ckptd.checkpoint.retention import Keep
+from ckptd.checkpoint.keep import Keep
 from ckptd.format.keys import Version, exchanged_key, receipt_key
 from ckptd.storage import Backend
 
@@ -64,6 +65,10 @@ class Tier:
     keep: Keep
     reading: Backend = field(repr=False)
     """The same place, for copies to the next tier: with limits of its own, so that saves do not wait for them."""
+    verifying: Backend = field(repr=False)
+    """The same place, for reading again what was committed, at a rate of its own."""
+    options: Mapping[str, Any] = field(repr=False)
+    """By which it was opened; secrets may be among them."""
     shared: bool = True
     """All ranks see the same place; else each node has a disk of its own."""
     interval: Interval = Interval()

@@ -15,7 +15,7 @@ from ckptd.checkpoint.objects import token
 from ckptd.daemon.fencing import check_generation, check_run
 from ckptd.daemon.fill import Fill
 from ckptd.daemon.owner import Owner
-from ckptd.daemon.receipts import put_receipt, receipt_in
+from ckptd.daemon.receipts import put_receipt, put_unhealthy, receipt_in
 from ckptd.daemon.source import Blocks, SlotSource
 from ckptd.errors import (
     FormatError,
@@ -152,6 +152,10 @@ async def upload(backend: Backend, contents: Contents, source: SlotSource, owner
         if info.size_bytes != len(source.view):
             raise IntegrityError(f"{key}: stored {info.size_bytes} of {len(source.view)} bytes")
         await check_generation(backend, snapshot, owner)
+        if source.unhealthy:
+            # Before the receipt, and so before the commit: there is no moment in which it passes for good.
+            await put_unhealthy(backend, snapshot.version, snapshot.rank, source.unhealthy)
+            await _tell_others(owner, snapshot, source.unhealthy)
         blocks = source.blocks
         proof = ShardProof(
             attempt=attempt,
@@ -176,3 +180,14 @@ async def _discard(backend: Backend, key: str) -> None:
         await backend.delete([key])
     except Exception as error:
         log.warning("%s remains, of no use: %s", key, first_line(error))
+
+
+async def _tell_others(owner: Owner, snapshot: Snapshot, reason: str) -> None:
+    """A disk of this node's own is not seen by the others. Where the tier that they see is down, they do not learn of
+    it before it is copied there."""
+    if owner.nearest.shared:
+        return
+    try:
+        await put_unhealthy(owner.home.backend, snapshot.version, snapshot.rank, reason)
+    except Exception as error:
+        log.warning("%s is unhealthy, and %s does not say so: %s", snapshot.version, owner.home, first_line(error))

@@ -14,7 +14,7 @@ from ckptd.errors import CkptdError, DaemonError, ProtocolError, first_line
 from ckptd.format.records import Generation, Rank, Size, Step, World
 from ckptd.limits import MESSAGE_BYTES_MAX, SLOTS_MAX
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 SlotNumber = Annotated[int, msgspec.Meta(ge=0, lt=SLOTS_MAX)]
 
@@ -49,6 +49,8 @@ class SnapshotOffer(msgspec.Struct, kw_only=True, frozen=True):
     generation: Generation
     world: World
     rank: Rank
+    unhealthy: bool = False
+    """Not all of its values are finite."""
     writable: bool
     """The arena is this rank's own and nobody else writes into it: it may be borrowed to write in as well."""
 
@@ -58,7 +60,7 @@ class TierOfRun(msgspec.Struct, kw_only=True, frozen=True):
 
     url: str
     keep: dict[str, Any] = {}
-    """The retention policy there; see :class:`ckptd.checkpoint.retention.Keep`."""
+    """The retention policy there; see :class:`ckptd.checkpoint.keep.Keep`."""
     storage_options: dict[str, Any] = {}
     """Secrets may be in here: never logged, never written."""
     shared: bool = True
@@ -81,6 +83,11 @@ class Hello(Request, kw_only=True, frozen=True, tag="hello"):
     launch: str
     takeover: bool = False
     """Take the rank away from a living owner."""
+    loader: dict[str, Any] | None = None
+    """What really loads a checkpoint, for a trial; see :class:`ckptd.checkpoint.trial.Loader`. For the daemon's own
+    user only."""
+    load_every: Size = 1
+    """Of so many commits, one is loaded."""
 
 
 class MakeArena(Request, kw_only=True, frozen=True, tag="make_arena"):
@@ -132,6 +139,8 @@ class Sealed(Message, kw_only=True, frozen=True, tag="sealed"):
     """The snapshot is complete and checked."""
 
     at: SlotRef
+    not_finite: tuple[str, ...] = ()
+    """Some of the tensors that hold values which are not finite, where that was looked for."""
 
 
 class Voided(Message, kw_only=True, frozen=True, tag="voided"):

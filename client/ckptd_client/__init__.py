@@ -3,7 +3,7 @@
 The entry is :class:`Checkpointer`; :func:`open_checkpoint` reads without a run.
 """
 
-from ckptd.checkpoint.retention import Keep
+from ckptd.checkpoint.keep import Keep
 from ckptd_client.capture import FlatPartition, FlatSlice, register_codec
 from ckptd_client.checkpointer import Checkpointer
 from ckptd_client.data import PerRank, Reshapes, ResumableLoader, ResumableStream

@@ -13,9 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import msgspec
+
 from ckptd.arena.status import Phase
-from ckptd.checkpoint.retention import Keep
+from ckptd.checkpoint.keep import Keep
 from ckptd.checkpoint.selectors import Selector
+from ckptd.checkpoint.trial import Loader
 from ckptd.errors import (
     CkptdError,
     ConfigError,
@@ -42,7 +45,7 @@ from ckptd_client.restore import Restorer
 from ckptd_client.restored import Restored, Wish
 from ckptd_client.save import Save, as_save_error
 from ckptd_client.schedule import Appointments, Schedule
-from ckptd_client.settings import check_settings, check_step, declared
+from ckptd_client.settings import check_settings, check_step, declared, to_be_finite
 from ckptd_client.snapshots import Snapshots, planned_or_refused
 from ckptd_client.staging.stager import Check, Stager
 from ckptd_client.supply import ArenaSupply
@@ -83,6 +86,11 @@ class Checkpointer:
     (``["model/*"]``) of their names. ``resident``: where replicas are on several nodes, each node keeps all of them in
     its memory, once among its ranks, so that it can restore without the store; it costs memory, and time to copy.
     ``check_replicas``: every rank copies all of its replicas, and a step in which they differ is not committed.
+
+    ``check_finite``: look for nan and infinity in the copy of what an optimizer owns, or of what matches these patterns
+    of names; a step that has any is marked unhealthy, and not restored while there is a healthy one. ``verify_load``:
+    ``module:function``; of each ``verify_load_every`` commits the daemon has one loaded by it, in a process of its own,
+    as ``function(url, checkpoint, storage_options)``; one for which it raises is marked suspect.
     """
 
     def __init__(
@@ -102,6 +110,9 @@ class Checkpointer:
         replicated: bool | Sequence[str] = False,
         resident: bool = True,
         check_replicas: bool = False,
+        check_finite: bool | Sequence[str] = False,
+        verify_load: str | None = None,
+        verify_load_every: int = 10,
         socket: str | Path | None = None,
         storage_options: Mapping[str, Any] | None = None,
         on_error: OnError = "log",
@@ -116,7 +127,7 @@ class Checkpointer:
         Raises :class:`StateError` for a state that cannot be saved, :class:`ConfigError`,
         :class:`ckptd.errors.DaemonError`, :class:`ckptd.errors.RunInUse`; nothing was written then.
         """
-        check_settings(every_steps, every, slots, max_wait)
+        check_settings(every_steps, every, slots, max_wait, verify_load_every)
         self._on_full: OnFull = on_full
         self._on_error: OnError = on_error
         self._max_wait = max_wait
@@ -126,6 +137,9 @@ class Checkpointer:
         self._state = State(state, world=self._world, rng=rng, rank=self._rank, replicated=declared(replicated))
         with collecting_later():
             planned = planned_or_refused(self._state)
+        self._loader = None if verify_load is None else Loader.here(verify_load)
+        self._load_every = verify_load_every
+        finite = to_be_finite(check_finite)
         self._tiers = as_tiers(url, keep, storage_options)
         check_furthest(self._tiers, self._world)
         self._agree(topology)
@@ -134,7 +148,7 @@ class Checkpointer:
         nodes = self._nodes(path)
         self._state.place(Placement(self._rank, self._world, nodes, resident=resident, check=check_replicas))
         self._claim = WriterClaim(self._roots)
-        self._stager = Stager(self._link.tell, overlap=overlap, check=check)
+        self._stager = Stager(self._link.tell, overlap=overlap, check=check, check_finite=finite)
         self._snapshots = Snapshots(
             self._state, planned, self._supply, self._stager, self._rank, self._world, check_replicas=check_replicas
         )
@@ -178,6 +192,8 @@ class Checkpointer:
             world=self._world,
             launch=self._launch,
             takeover=self._takeover,
+            loader=None if self._loader is None else msgspec.to_builtins(self._loader),
+            load_every=self._load_every,
         )
 
     def _nodes(self, socket: Path) -> tuple[int, ...]:

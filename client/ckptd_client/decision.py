@@ -11,6 +11,7 @@ from typing import Any
 
 from ckptd.checkpoint.selectors import Selector, spoken
 from ckptd.format.keys import Version, parse_version
+from ckptd.wire.messages import SnapshotOffer
 from ckptd_client.nearest import candidates, run_in
 from ckptd_client.roots import Root
 
@@ -21,25 +22,43 @@ NOTICES_MAX = 16
 """So many reasons, of all ranks together, are given why memory was not used."""
 
 
+def offered(offers: Sequence[SnapshotOffer]) -> list[list[Any]]:
+    """What a rank tells of the snapshots that its daemon holds."""
+    return [[str(Version(o.step, o.generation)), o.run, o.world, o.rank, o.unhealthy] for o in offers]
+
+
 async def usable(roots: Sequence[Root], held: list[list[list[Any]]]) -> list[Any]:
     """The id of the run that lies in the tiers now, empty where there is none; the snapshots of it that are in
-    memory for every rank that took one; and those of which some are missing, with that in words. What is left of a
-    run that was deleted counts for nothing."""
+    memory for every rank that took one; those of which some are missing, with that in words; and those that are not
+    healthy. What is left of a run that was deleted counts for nothing."""
     run = await run_in(roots)
     found: dict[str, set[int]] = {}
     worlds: dict[str, int] = {}
-    for version, run_id, world, rank in (offer for of_rank in held for offer in of_rank):
+    unhealthy: set[str] = set()
+    for version, run_id, world, rank, bad in (offer for of_rank in held for offer in of_rank):
         if run and run_id == run:
             found.setdefault(version, set()).add(rank)
             worlds[version] = world
+            if bad:
+                unhealthy.add(version)
     whole = sorted(version for version, ranks in found.items() if len(ranks) == worlds[version])
     some = sorted(found.keys() - whole, reverse=True)
-    return [run, whole, [[version, unfinished(version, found[version], worlds[version])] for version in some]]
+    return [
+        run,
+        whole,
+        [[version, unfinished(version, found[version], worlds[version])] for version in some],
+        sorted(unhealthy),
+    ]
 
 
-async def listed(roots: Sequence[Root], wanted: Selector, in_memory: list[Version]) -> list[str]:
-    """The checkpoints to be tried for what is wanted, in order; see :func:`ckptd_client.nearest.candidates`."""
-    return [str(version) for version in (await candidates(roots, wanted, in_memory))[:CANDIDATES_MAX]]
+async def listed(
+    roots: Sequence[Root], wanted: Selector, in_memory: Sequence[str], unhealthy: Sequence[str]
+) -> list[list[str]]:
+    """The checkpoints to be tried for what is wanted, in order, and what is to be said of their order; see
+    :func:`ckptd_client.nearest.candidates`."""
+    held, bad = [list(map(parse_version, texts)) for texts in (in_memory, unhealthy)]
+    found, said = await candidates(roots, wanted, held, bad)
+    return [[str(version) for version in found[:CANDIDATES_MAX]], said[:NOTICES_MAX]]
 
 
 def all_names(of_ranks: list[list[str]]) -> list[str]:

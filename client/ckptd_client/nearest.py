@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Generic, TypeVar
 
 from ckptd.checkpoint.run import Run
-from ckptd.checkpoint.selectors import Selector, choose
+from ckptd.checkpoint.selectors import Selector, choose, spoken
+from ckptd.checkpoint.standing import UNMARKED
 from ckptd.checkpoint.tiers import TierRuns, open_tiers
 from ckptd.errors import CkptdError, FormatError, IntegrityError, NoCheckpoint, NotFound, ShortRead, StorageError
 from ckptd.format.keys import Version
@@ -35,9 +37,13 @@ async def run_in(roots: Sequence[Root]) -> str:
             return ""
 
 
-async def candidates(roots: Sequence[Root], step: Selector, in_memory: Sequence[Version]) -> list[Version]:
+async def candidates(
+    roots: Sequence[Root], step: Selector, in_memory: Sequence[Version], unhealthy: Collection[Version] = ()
+) -> tuple[list[Version], list[str]]:
     """Versions in the order in which to try them, over all tiers that rank 0 sees: what it does not see, not all ranks
-    can have. ``in_memory``: what all ranks hold sealed is as good as committed, as its daemons are about to.
+    can have; those that are marked suspect or unhealthy come last. And what is to be said of that. ``in_memory``: what
+    all ranks hold sealed is as good as committed, as its daemons are about to; ``unhealthy``: of that, what is known
+    not to be finite.
 
     Raises the error of a tier that cannot tell, unless nobody but this launch can have gone on there.
     """
@@ -45,12 +51,21 @@ async def candidates(roots: Sequence[Root], step: Selector, in_memory: Sequence[
         try:
             tiers = await open_tiers(backends)
         except NoCheckpoint:
-            return []
+            return [], []
         line = await tiers.line(also=in_memory)
         committed = {*await tiers.committed(), *in_memory}
         if not in_memory:
             await refuse_stale(tiers, roots[0].launch)
-    return line if step == "latest" else [choose(step, line, sorted(committed))]
+        standings = await tiers.standings()
+    bad = {version: "unhealthy" for version in unhealthy}
+    bad |= {v: "unhealthy" if each.unhealthy else "suspect" for v, each in standings.items() if not each.good}
+    if step != "latest":
+        chosen = choose(step, line, sorted(committed))
+        return [chosen], [f"step {spoken(chosen)} is marked {bad[chosen]}"] if chosen in bad else []
+    good = [version for version in line if version not in bad]
+    newer = list(takewhile(lambda version: version in bad, line))
+    said = [f"step {spoken(version)} was passed over: it is marked {bad[version]}" for version in newer]
+    return [*good, *(version for version in line if version in bad)], said if good else []
 
 
 async def refuse_stale(tiers: TierRuns, launch: str) -> None:
@@ -106,5 +121,6 @@ def mark_verified(agreement: Agreement, roots: Sequence[Root], read_from: Root |
 async def _mark(root: Root, version: Version) -> None:
     async with root.visit() as backend:
         run = await Run.open(backend)
-        if not any(mark.mark == "verified" for mark in await run.marks(version)):
+        standing = (await run.standings()).get(version, UNMARKED)
+        if not standing.verified and not standing.suspect:  # what others found wrong with it, a restore does not settle
             await run.add_mark(version, "verified", by=root.holder, reason="restored by all ranks")

@@ -25,7 +25,7 @@ from ckptd_client.capture.nodes import node_at
 from ckptd_client.capture.restore import refuse_unexpected
 from ckptd_client.capture.stored import Stored
 from ckptd_client.committed import CommittedCheckpoint
-from ckptd_client.decision import all_names, in_words, is_newer, judged, listed, usable
+from ckptd_client.decision import all_names, in_words, is_newer, judged, listed, offered, usable
 from ckptd_client.gather import Scratch
 from ckptd_client.held import HeldCheckpoint, HeldSnapshot, MemoryOffers
 from ckptd_client.nearest import UNPROVEN, Found, from_nearest, mark_verified
@@ -74,14 +74,14 @@ class Restorer:
         self._run_id = ""
         self._in_memory: list[str] = []
         """Versions that every rank that saved has left in some node's memory."""
-        self._unfinished: list[str] = []
-        """In words, what only some of the ranks that saved have left there."""
+        self._noted: list[str] = []
+        """In words, what is not even tried, or only at last, and why."""
 
     def restore(self) -> Restored:
         """See :meth:`ckptd_client.Checkpointer.restore`."""
         reshaping = self._agreement.decide(self._wish.words, self._state.reshaping, all_names)
         candidates = self._candidates()
-        passed_over = list(self._unfinished)
+        passed_over = [*self._noted]
         for text in candidates:
             version = parse_version(text)
             attempt, outcome = self._attempt(version, reshaping)
@@ -98,7 +98,7 @@ class Restorer:
             _log.warning("%s", passed_over[-1])
         if candidates:
             raise IntegrityError(
-                f"{self._where}: none of {len(candidates)} checkpoints verifies: {passed_over[len(self._unfinished)]}",
+                f"{self._where}: none of {len(candidates)} checkpoints verifies: {passed_over[len(self._noted)]}",
                 hint="`ckptd verify` says of each what is wrong with it",
             )
         if self._wish.required:
@@ -165,20 +165,20 @@ class Restorer:
 
     def _candidates(self) -> list[str]:
         """Versions in the order in which to try them; the same on all ranks."""
-        self._run_id, self._in_memory, some = self._agreement.decide(
+        self._run_id, self._in_memory, some, unhealthy = self._agreement.decide(
             "offers",
-            lambda: [[str(Version(o.step, o.generation)), o.run, o.world, o.rank] for o in self._offers.held()],
+            lambda: offered(self._offers.held()),
             lambda all_held: run_blocking(usable(self._roots, all_held)),
         )
         if not self._in_memory:
             # Somebody's snapshot is gone. What the daemons still write may become the newest checkpoint.
             self._offers.await_idle()
-        versions = [parse_version(text) for text in self._in_memory]
-        candidates = self._agreement.decide(
-            "candidates", None, lambda _: run_blocking(listed(self._roots, self._wish.step, versions))
+        wanted = self._wish.step
+        candidates, self._noted = self._agreement.decide(
+            "candidates", None, lambda _: run_blocking(listed(self._roots, wanted, self._in_memory, unhealthy))
         )
-        if self._wish.step == "latest":
-            self._unfinished = [words for text, words in some if is_newer(text, candidates)]
+        if wanted == "latest":
+            self._noted += [words for text, words in some if is_newer(text, candidates)]
         return candidates
 
     @property

@@ -51,6 +51,8 @@ class Save:
         self.ref: SlotRef | None = None
         """The slot that was filled for it."""
         self.stats = SaveStats()
+        self.not_finite: tuple[str, ...] = ()
+        """Tensors that hold a nan or an infinity, where ``check_finite`` was asked for; known once it is sealed."""
         self.started_seconds = time.monotonic()
         self._state: State = "filling"
         self._error: CkptdError | None = None

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from ckptd.errors import ConfigError, UsageError
 from ckptd.format.keys import STEP_MAX
 from ckptd_client.capture import Declared
+from ckptd_client.capture.selection import Selection
+from ckptd_client.staging.finite import CheckFinite
 
 
 def check_step(step: object) -> None:
@@ -24,7 +26,18 @@ def declared(replicated: bool | Sequence[str]) -> Declared:
     return tuple(replicated)
 
 
-def check_settings(every_steps: int | None, every: float | None, slots: int, max_wait: float) -> None:
+def to_be_finite(check_finite: bool | Sequence[str]) -> CheckFinite:
+    """What is looked at for values that are not finite. Raises :class:`ConfigError` for what are no patterns."""
+    if isinstance(check_finite, bool):
+        return check_finite
+    if isinstance(check_finite, str) or not all(isinstance(pattern, str) and pattern for pattern in check_finite):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"check_finite={check_finite!r} is no list of patterns", hint='as in ["model/*"]')
+    return Selection(check_finite)
+
+
+def check_settings(
+    every_steps: int | None, every: float | None, slots: int, max_wait: float, verify_load_every: int
+) -> None:
     """Raise :class:`ConfigError`, naming all that is wrong."""
     problems: list[str] = []
     if every_steps is not None and every_steps < 1:
@@ -33,6 +46,8 @@ def check_settings(every_steps: int | None, every: float | None, slots: int, max
         problems.append(f"every={every} is not a positive number of seconds")
     if slots < 1:
         problems.append(f"slots={slots} is less than 1")
+    if verify_load_every < 1:
+        problems.append(f"verify_load_every={verify_load_every} is less than 1")
     if max_wait < 0:
         problems.append(f"max_wait={max_wait} is negative")
     if problems:

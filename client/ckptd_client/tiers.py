@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
+from ckptd.checkpoint.keep import Keep
 from ckptd.checkpoint.objects import token
-from ckptd.checkpoint.retention import Keep
 from ckptd.checkpoint.tiers import answering
 from ckptd.errors import CkptdError, ConfigError, NotFound
 from ckptd.format.keys import probe_key

@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from ckptd.checkpoint import retention
+from ckptd.checkpoint.keep import Keep
 from ckptd.checkpoint.reader import CheckpointReader
-from ckptd.checkpoint.retention import Keep
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.verify import newest_good, verify
 from ckptd.errors import (
@@ -36,6 +35,7 @@ from tests.checkpoint.builder import (
     keys_of,
     make_run,
     open_generation,
+    retire,
     small_state,
     tensor,
     write_rank,
@@ -155,10 +155,10 @@ async def test_r65_a_second_attempt_never_touches_the_first(run: Run) -> None:
 async def test_r67_an_unfinished_newer_one_does_not_cost_the_last_good_one(run: Run) -> None:
     (good,) = await make_run(run, [10])
     receipt = await write_rank(run, Version(20, 1), small_state())  # uploaded, not committed
-    assert (await retention.apply(run, Keep(last=1), generation=1)).deleted == []
+    assert (await retire(run, Keep(last=1), generation=1)).deleted == []
     assert (await verify(run, good)).good
     await commit(run, [receipt])
-    assert (await retention.apply(run, Keep(last=1), generation=1)).deleted == [good]
+    assert (await retire(run, Keep(last=1), generation=1)).deleted == [good]
     assert (await newest_good(run)).version == Version(20, 1)
 
 
@@ -168,7 +168,7 @@ async def test_r67_an_unfinished_newer_one_does_not_cost_the_last_good_one(run: 
 async def test_r71_a_low_step_of_a_new_start_is_not_the_oldest(run: Run) -> None:
     old = await make_run(run, [500, 600, 700])
     new = await make_run(run, [100])
-    outcome = await retention.apply(run, Keep(last=3), generation=2)
+    outcome = await retire(run, Keep(last=3), generation=2)
     assert outcome.deleted == []
     assert await run.line() == new
     assert await run.committed() == [*old, *new]
@@ -185,17 +185,17 @@ async def test_r76_a_slow_reader_finishes_before_its_checkpoint_goes(tmp_run: st
     slow = Run(Slow(backend, delay_seconds=0.1), run.id)
     async with await CheckpointReader.open(slow, made[0], holder="slow reader") as reader:
         reading = asyncio.create_task(reader.check_shard(0))
-        outcome = await retention.apply(run, Keep(last=1), generation=1)
+        outcome = await retire(run, Keep(last=1), generation=1)
         assert list(outcome.waiting) == [made[0]]
         await reading
-    assert (await retention.apply(run, Keep(last=1), generation=1)).deleted == [made[0]]
+    assert (await retire(run, Keep(last=1), generation=1)).deleted == [made[0]]
     await backend.aclose()
 
 
 async def test_r76_a_reader_that_comes_too_late_takes_another(run: Run) -> None:
     made = await make_run(run, [10, 20])
-    halfway = Faulty(run.backend, fail_at=2)  # announced, and the manifest about to go
-    outcome = await retention.apply(Run(halfway, run.id), Keep(last=1), generation=1)
+    halfway = Faulty(run.backend, fail_at=4)  # announced, the store asked for the time, and the manifest about to go
+    outcome = await retire(Run(halfway, run.id), Keep(last=1), generation=1)
     assert list(outcome.failed) == [made[0]]
     assert manifest_key(made[0]) in await keys_of(run.backend)
     with pytest.raises(NoCheckpoint, match="being deleted"):

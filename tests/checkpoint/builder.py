@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from ckptd.checkpoint import retention
+from ckptd.checkpoint.keep import Keep
 from ckptd.checkpoint.run import Run
 from ckptd.format.digests import digest_blocks, hex_digest
 from ckptd.format.dtypes import ITEM_BYTES, element_count
@@ -265,6 +267,11 @@ async def make_run(run: Run, steps: Sequence[int], *, opened_from: Version | Non
     for version in versions:
         await make_checkpoint(run, version, parent=opened_from)
     return versions
+
+
+async def retire(run: Run, keep: Keep, *, generation: int) -> retention.Outcome:
+    """A pass of retention, which does not wait for listings that are late."""
+    return await retention.apply(run, keep, generation=generation, grace_seconds=0.0)
 
 
 # Damage

@@ -118,6 +118,43 @@ def test_verify(url: str) -> None:
     assert "good     15-g2" in text
 
 
+def test_verify_records_its_verdict_and_takes_it_back(url: str) -> None:
+    def notes() -> list[str]:
+        return ckptd_json("ls", url)[0]["notes"]
+
+    ckptd_json("verify", url, "--no-mark")
+    assert notes() == []
+    ckptd_json("verify", url)
+    assert notes() == ["verified"]
+    key = asyncio.run(only_key(open_backend(url), "checkpoints/000000000030-g000002/", ".safetensors"))
+    change(url, lambda run: tamper(run.backend, key, flip(-1)))
+    ckptd_json("verify", url, exit_code=EXIT_FALLBACK)
+    assert notes() == ["suspect"]
+    assert ckptd_json("ls", url)[1]["notes"] == ["verified"]
+    change(url, lambda run: tamper(run.backend, key, flip(-1)))
+    ckptd_json("verify", url, "30")
+    assert notes() == ["verified"]
+
+
+def test_verify_really_loads_it(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "loaders.py").write_text(
+        "def load(url, checkpoint, options):\n"
+        f"    assert url == {url!r} and options == {{}}\n"
+        "    assert checkpoint != '30-g2', 'it is of no use'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    found = ckptd_json("verify", url, "--load", "loaders:load", exit_code=EXIT_FALLBACK)
+    assert found["good"] == "15-g2"
+    assert found["tried"][0]["findings"][-1]["message"].endswith("AssertionError: it is of no use")
+    assert [item["notes"] for item in ckptd_json("ls", url)[:2]] == [["suspect"], ["verified"]]
+    text = ckptd("verify", url, "15", "--load", "loaders:load").stdout
+    assert "read again and proved, and loaded" in text
+    undecided = ckptd("verify", url, "10", "--load", "loaders:nothing")
+    assert undecided.exit_code == 1
+    assert "was not begun" in undecided.stdout
+    assert ckptd("verify", url, "--load", "nothing").exit_code == EXIT_USAGE
+
+
 def test_verify_tells_nothing_good_from_nothing_there(url: str, tmp_path: Path) -> None:
     async def empty(run: Run) -> None:
         for key in await keys_of(run.backend, "checkpoints/"):
@@ -141,6 +178,38 @@ def test_export(url: str, tmp_path: Path) -> None:
 
 WEIGHT, BIAS, EXP_AVG = 700 * 1000 * 4, 3 * 2, 5 * 7 * 8
 """Bytes of the tensors of a small state; the last one is the rank's own."""
+
+
+def test_prune(url: str) -> None:
+    planned = ckptd_json("prune", url, "--last", 1, "--dry-run")
+    assert [item["checkpoint"] for item in planned["keep"]] == ["30-g2", "10-g1", "20-g1"]
+    assert planned["keep"][1]["reason"] == "pinned"
+    assert "off the line" in planned["keep"][2]["reason"]
+    assert [item["checkpoint"] for item in planned["delete"]] == ["15-g2"]
+    assert planned["done"] is None
+    text = ckptd("prune", url, "--last", 1, "--dry-run").stdout
+    assert all(reason in text for reason in ("one of the last 1", "pinned", "no rule keeps it"))
+    assert [item["checkpoint"] for item in ckptd_json("ls", url)][:3] == ["30-g2", "15-g2", "10-g1"]
+
+    assert ckptd("unpin", url, "10-g1").stdout == "unpinned 10-g1\n"
+    assert ckptd_json("pin", url, "15", "--reason", "paper") == {"checkpoint": "15-g2", "mark": "pinned"}
+    done = ckptd_json("prune", url, "--last", 1, "--beside", 0, "--grace", 0)
+    assert sorted(done["done"]["deleted"]) == ["10-g1", "20-g1"]
+    assert [item["checkpoint"] for item in ckptd_json("ls", url)] == ["30-g2", "15-g2", "40-g2"]
+
+
+def test_prune_needs_a_rule_and_a_run_that_nobody_writes(url: str) -> None:
+    assert ckptd("prune", url).exit_code == EXIT_USAGE
+    assert ckptd_json("prune", url, "--last", 1, "--best", "loss", exit_code=EXIT_USAGE)["error"] == "ConfigError"
+    assert ckptd_json("prune", url, "--last", 1, "--best", "a:x:1", exit_code=EXIT_USAGE)["error"] == "ConfigError"
+
+    async def claim(run: Run) -> None:
+        await run.claim_writer(launch="training", holder="node7")
+
+    change(url, claim)
+    refused = ckptd_json("prune", url, "--last", 1, exit_code=9)
+    assert "node7" in refused["message"]
+    assert ckptd_json("prune", url, "--last", 1, "--dry-run")["delete"] != []
 
 
 def test_plan(url: str) -> None:
@@ -300,6 +369,7 @@ def test_status_of_a_busy_daemon(capsys: pytest.CaptureFixture[str]) -> None:
     tier = {"run": "file:///r[1]", "tier": "s3://b/r", "state": "failing", "committed": "8-g1", "failures": 3}
     tier |= {"behind_steps": 40, "behind_seconds": 12.3, "copying": "9-g1", "bytes": 2 << 30, "bytes_done": 1 << 30}
     tier |= {"error": "Unavailable: no route [at all]"}
+    retired = {"tier": "s3://b/r", "kept": 3, "deleted": 0, "waiting": 0, "failed": 2, "error": ""}
     daemon_commands.print_status(
         {
             "version": "1",
@@ -311,6 +381,7 @@ def test_status_of_a_busy_daemon(capsys: pytest.CaptureFixture[str]) -> None:
             "saves": {"count": 1, "listed": [save]},
             "sessions": {"count": 2, "listed": [session | {"beat": beat}, session | {"beat": None}]},
             "tiers": {"count": 1, "listed": [tier]},
+            "retention": {"count": 2, "listed": [retired, retired | {"error": "AccessDenied: [no]"}]},
             "committed": {"file:///r[1]": "9-g1"},
             "failures": [{"version": "8-g1", "rank": 1, "stage": "writing", "error": "disk full [really]"}],
         }
@@ -327,6 +398,8 @@ def test_status_of_a_busy_daemon(capsys: pytest.CaptureFixture[str]) -> None:
         "40 steps, 12 s",
         "9-g1: 1.0 GiB of 2.0 GiB",
         "not copied to s3://b/r: Unavailable: no route [at all]",
+        "retention at s3://b/r: 2 checkpoints could not be deleted",
+        "retention at s3://b/r: AccessDenied: [no]",
     ):
         assert part in text, part
 

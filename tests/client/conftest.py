@@ -16,6 +16,9 @@ import torch
 from ckptd_client import Checkpointer
 from devtools.processes import kill_group, spawn, wait_until
 
+QUICK = ("--retention-grace", "0.2", "--verify-bandwidth", "0")
+"""What a test waits for, it does not wait for long; and nothing is found out but what it asks for."""
+
 
 class Daemon:
     """A daemon process at a socket, to be killed and started again."""
@@ -37,7 +40,7 @@ class Daemon:
         """Start it and wait until it answers."""
         with self.log.open("ab") as log:
             self._process = spawn(
-                [*self._under, sys.executable, "-m", "ckptd.daemon", "--socket", self.socket, *self._options],
+                [*self._under, sys.executable, "-m", "ckptd.daemon", "--socket", self.socket, *QUICK, *self._options],
                 output=log,
             )
         wait_until(self.socket.exists, "the daemon's socket", deadline_seconds=20)

@@ -49,6 +49,8 @@ class Member:
     far_every_steps: int | None = None
     shared: bool = True
     """Whether all ranks see the nearest tier."""
+    loader: dict[str, Any] | None = None
+    load_every: int = 1
     storage_options: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property

@@ -66,6 +66,8 @@ from devtools.processes import kill_group, spawn, wait_until
 from tests.daemon.member import RUN, Content, Member
 
 DEADLINE_SECONDS = 20.0
+QUICK = ("--retention-grace", "0.2", "--verify-bandwidth", "0")
+"""What a test waits for, it does not wait for long; and nothing is found out but what it asks for."""
 Kind = TypeVar("Kind", bound=Message)
 
 
@@ -79,7 +81,7 @@ class DaemonProcess:
         channel.prepare_folder(socket_path, mode=mode)
         with self.log.open("ab") as output:
             self.process = spawn(
-                [sys.executable, "-m", "ckptd.daemon", "--socket", socket_path, *options], output=output
+                [sys.executable, "-m", "ckptd.daemon", "--socket", socket_path, *QUICK, *options], output=output
             )
 
     def wait_for(self) -> DaemonProcess:
@@ -200,6 +202,8 @@ class Trainer:
                 world=member.world,
                 launch=member.launch,
                 takeover=member.takeover,
+                loader=member.loader,
+                load_every=member.load_every,
             ),
             Welcome,
         )

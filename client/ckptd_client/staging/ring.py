@@ -42,16 +42,16 @@ class Slot:
         """Whether this fill is what lies in the slot."""
         return not self.arena.closed and self.arena.record(self.number).ticket == self.ticket
 
-    def seal(self) -> None:
-        self._set(SlotState.SEALED)
+    def seal(self, *, unhealthy: bool = False) -> None:
+        self._set(SlotState.SEALED, unhealthy)
 
     def void(self) -> None:
         self._set(SlotState.FREE)
 
-    def _set(self, state: SlotState) -> None:
+    def _set(self, state: SlotState, unhealthy: bool = False) -> None:
         record = self.arena.record(self.number)
         if record.ticket == self.ticket:
-            self.arena.set_record(self.number, replace(record, state=state))
+            self.arena.set_record(self.number, replace(record, state=state, unhealthy=unhealthy))
 
 
 class Ring:

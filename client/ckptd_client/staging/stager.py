@@ -21,10 +21,15 @@ from ckptd_client.staging import cuda
 from ckptd_client.staging.checks import Watched, Witness
 from ckptd_client.staging.copier import copy_aside, copy_now
 from ckptd_client.staging.earning import Earnings
+from ckptd_client.staging.finite import CheckFinite, looked_at, not_finite
 from ckptd_client.staging.plan import Plan
 from ckptd_client.staging.ring import Slot
 
 Check = Literal["sample", "full", "off"]
+
+NAMES_MAX = 8
+NAME_CHARACTERS_MAX = 200
+"""Of tensors that are not finite, so much goes to the daemon."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,8 +64,11 @@ class Flight:
 class Stager:
     """Copies snapshots of one rank. Used from the training thread, except where a method says otherwise."""
 
-    def __init__(self, tell: Callable[[Message], object], *, overlap: bool, check: Check) -> None:
+    def __init__(
+        self, tell: Callable[[Message], object], *, overlap: bool, check: Check, check_finite: CheckFinite = False
+    ) -> None:
         self._tell = tell
+        self._check_finite = check_finite
         self._overlap = overlap
         self._check: Check = check
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckptd-copy")
@@ -102,7 +110,7 @@ class Stager:
             self._flight, self._transfers, self._witness, self._save = flight, transfers, witness, save
             flight.done = self._thread.submit(self._finish, flight, transfers, witness, slot, save)
         else:
-            self._seal(slot, save)
+            self._seal_soon(leaves, slot, save)
 
     def _call_witness(self, flight: Flight) -> Witness | None:
         cargo = flight.cargo
@@ -131,15 +139,31 @@ class Stager:
                     f"{changed} was written while it was copied, outside optimizer.step()",
                     hint="call ckpt.fence() before you change it, or construct the Checkpointer with overlap=False",
                 )
+            self._seal_soon(cargo.leaves, slot, save)
+        except Exception as error:
+            self._void(slot, save, error)
+
+    def _seal_soon(self, leaves: Sequence[Leaf], slot: Slot, save: Save) -> None:
+        if self._check_finite is False:
+            self._seal(slot, save)
+        else:  # neither the call nor the fence waits for it
+            self._thread.submit(self._look_and_seal, leaves, slot, save)
+
+    def _look_and_seal(self, leaves: Sequence[Leaf], slot: Slot, save: Save) -> None:
+        try:
+            save.not_finite = not_finite(leaves, slot.views, looked_at(leaves, self._check_finite))
+            if save.not_finite:
+                _log.warning("step %d is not finite in %s: it is marked unhealthy", save.step, _some(save.not_finite))
             self._seal(slot, save)
         except Exception as error:
             self._void(slot, save, error)
 
     def _seal(self, slot: Slot, save: Save) -> None:
-        slot.seal()
+        slot.seal(unhealthy=bool(save.not_finite))
         save.stats.copy_seconds = time.monotonic() - save.started_seconds
         save.advance("sealed")
-        self._tell(Sealed(at=slot.ref))
+        names = tuple(name[:NAME_CHARACTERS_MAX] for name in save.not_finite[:NAMES_MAX])
+        self._tell(Sealed(at=slot.ref, not_finite=names))
 
     def _void(self, slot: Slot, save: Save, error: BaseException) -> None:
         _log.debug("step %d: the snapshot is given up", save.step, exc_info=error)
@@ -194,3 +218,8 @@ class Stager:
         self._thread.shutdown()
         self._earnings = Earnings((), overlap=False)
         self._cargo = None
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else ""
+    return ", ".join(names[:NAMES_MAX]) + more
