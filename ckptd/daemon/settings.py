@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ckptd.daemon.watch.rules import WatchRules
 from ckptd.limits import COMMIT_SECONDS, COMMIT_TAKEOVER_SECONDS
 from ckptd.wire.channel import default_socket
 
@@ -34,6 +35,8 @@ class Settings:
     """How long a commit waits for the receipts of other ranks."""
     commit_takeover_seconds: float = COMMIT_TAKEOVER_SECONDS
     """How long other ranks' daemons leave a commit to rank 0's; up to twice that, at random."""
+    watch: WatchRules = field(default_factory=WatchRules)
+    """What counts as a hang, and what is done about one."""
     log_file: Path | None = None
     """``None``: to standard error."""
     state_dir: Path | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,6 +14,7 @@ from ckptd.daemon.arenas import HeldArena
 from ckptd.daemon.link import Link
 from ckptd.daemon.owner import Owner
 from ckptd.daemon.save import Failure, Save
+from ckptd.daemon.watch.watchdog import Watchdog
 from ckptd.limits import KIB, MESSAGE_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def _status(service: Service, listed: int) -> dict[str, Any]:
     saves, arenas, tally = service.saves.under_way(), service.arenas.all(), service.saves.tally
     retiring = service.replication.retiring
     owners = [session.owner for session in service.sessions if session.owner is not None]
+    owners.sort(key=lambda owner: owner.seat)
 
     def shown(entries: Iterable[dict[str, Any]]) -> dict[str, Any]:
         found = list(entries)
@@ -48,7 +50,8 @@ def _status(service: Service, listed: int) -> dict[str, Any]:
         "socket": str(service.settings.socket),
         "uptime_seconds": round(time.monotonic() - service.began_seconds, 3),
         "draining": service.saves.draining,
-        "sessions": shown(_session(owner, arenas) for owner in sorted(owners, key=lambda owner: owner.seat)),
+        "sessions": shown(_session(owner, service.watch) for owner in owners),
+        "watch": service.watch.status(listed),
         "saves": shown(_save(save) for save in sorted(saves, key=lambda save: save.began_seconds)),
         "committed": {url[:TEXT_MAX]: str(version) for url, version in list(tally.committed.items())[-listed:]},
         "failures": [_failure(failure) for failure in tally.failures],
@@ -64,9 +67,8 @@ def _status(service: Service, listed: int) -> dict[str, Any]:
     }
 
 
-def _session(owner: Owner, arenas: Sequence[HeldArena]) -> dict[str, Any]:
-    beats = [beat for held in arenas if held.owner is owner and (beat := held.arena.status.last())]
-    last = max(beats, key=lambda beat: beat.monotonic_ns, default=None)
+def _session(owner: Owner, watch: Watchdog) -> dict[str, Any]:
+    last, limit = watch.last(owner), watch.limit_seconds(owner)
     return {
         "run": owner.seat.url[:TEXT_MAX],
         "rank": owner.seat.rank,
@@ -79,6 +81,7 @@ def _session(owner: Owner, arenas: Sequence[HeldArena]) -> dict[str, Any]:
             "step": last.step,
             "phase": last.phase.name.lower(),
             "age_seconds": round((time.monotonic_ns() - last.monotonic_ns) / 1e9, 3),
+            "limit_seconds": None if limit is None else round(limit, 3),
         },
     }
 

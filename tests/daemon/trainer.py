@@ -30,6 +30,7 @@ from ckptd.format.records import (
     Run,
     encode,
 )
+from ckptd.pulse import Pulse
 from ckptd.storage import open_backend
 from ckptd.wire import channel, messages
 from ckptd.wire.messages import (
@@ -45,6 +46,7 @@ from ckptd.wire.messages import (
     Filling,
     GetStatus,
     HandArena,
+    HandWatched,
     Hello,
     ListOffers,
     MakeArena,
@@ -126,6 +128,7 @@ class Trainer:
         self.arena: Arena | None = None
         """The one that is saved into; earlier ones stay mapped."""
         self._mapped: list[Arena] = []
+        self.pulse: Pulse | None = None
         self.events: list[Outgoing] = []
         self._descriptor: int | None = None
         self._number = 0
@@ -234,6 +237,13 @@ class Trainer:
     def await_idle(self, deadline_seconds: float = DEADLINE_SECONDS) -> None:
         self.ask(AwaitIdle(deadline_seconds=deadline_seconds), Done)
 
+    def watched(self) -> Pulse:
+        """Hand in a pulse, which ends with the session."""
+        self.pulse = Pulse()
+        for part, fd in self.pulse.parts():
+            self.tell(HandWatched(part=part, signal=self.pulse.dump_signal), fd)
+        return self.pulse
+
     def status(self) -> dict[str, Any]:
         return self.ask(GetStatus(), Status).status
 
@@ -313,6 +323,8 @@ class Trainer:
 
     def close(self) -> None:
         self._socket.close()
+        if self.pulse is not None:
+            self.pulse.close()
         for arena in self._mapped:
             arena.close()
         if self._descriptor is not None:
