@@ -74,14 +74,14 @@ Kind = TypeVar("Kind", bound=Message)
 class DaemonProcess:
     """A daemon of the test's own."""
 
-    def __init__(self, socket_path: Path, *options: str, mode: int = 0o700) -> None:
-        """``mode``: of the socket's folder."""
+    def __init__(self, socket_path: Path, *options: str, mode: int = 0o700, prefix: tuple[str, ...] = ()) -> None:
+        """``mode``: of the socket's folder. ``prefix``: what starts it."""
         self.socket = socket_path
         self.log = socket_path.with_suffix(".log")
         channel.prepare_folder(socket_path, mode=mode)
         with self.log.open("ab") as output:
             self.process = spawn(
-                [sys.executable, "-m", "ckptd.daemon", "--socket", socket_path, *options], output=output
+                [*prefix, sys.executable, "-m", "ckptd.daemon", "--socket", socket_path, *options], output=output
             )
 
     def wait_for(self) -> DaemonProcess:
@@ -111,9 +111,11 @@ class DaemonProcess:
 
 
 @contextlib.contextmanager
-def daemon_at(socket_path: Path, *options: str, mode: int = 0o700) -> Generator[DaemonProcess]:
+def daemon_at(
+    socket_path: Path, *options: str, mode: int = 0o700, prefix: tuple[str, ...] = ()
+) -> Generator[DaemonProcess]:
     """A daemon that serves; killed at the end."""
-    process = DaemonProcess(socket_path, *options, mode=mode)
+    process = DaemonProcess(socket_path, *options, mode=mode, prefix=prefix)
     try:
         yield process.wait_for()
     finally:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ckptd.cli.daemon_call import call
 from ckptd.wire.messages import GetStatus, Status
 from devtools.processes import wait_until
 from tests.daemon.trainer import DEADLINE_SECONDS, DaemonProcess, daemon_at
@@ -27,8 +28,6 @@ class Watching:
 
     def status(self) -> dict[str, Any]:
         """All of ``ckptd status --json``."""
-        from ckptd.cli.daemon_call import call
-
         return call(self.socket, GetStatus(), Status, seconds=DEADLINE_SECONDS).status
 
     def watch(self) -> dict[str, Any]:
@@ -56,8 +55,8 @@ def watching(private_folders: Path) -> Iterator[Callable[..., Watching]]:
     """Starts daemons that end with the test."""
     with ExitStack() as stack:
 
-        def start(*options: str, mode: int = 0o700, socket: Path | None = None) -> Watching:
+        def start(*options: str, socket: Path | None = None, **how: Any) -> Watching:
             path = socket or private_folders / uuid.uuid4().hex[:8] / "d.sock"
-            return Watching(stack.enter_context(daemon_at(path, *QUICK, *options, mode=mode)))
+            return Watching(stack.enter_context(daemon_at(path, *QUICK, *options, **how)))
 
         yield start

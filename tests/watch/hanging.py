@@ -39,10 +39,12 @@ class Hanging:
     def wait_for(self, line: str = "hanging") -> Hanging:
         """Until it says so."""
         assert self.process.stdout is not None
+        said: list[str] = []
         for got in self.process.stdout:
-            if got.decode().strip() == line:
+            said.append(got.decode().rstrip())
+            if said[-1] == line:
                 return self
-        raise AssertionError(f"the trainer ended before {line!r}")
+        raise AssertionError("\n".join([f"the trainer ended before {line!r}:", *said[-20:]]))
 
     def __enter__(self) -> Hanging:
         return self
@@ -100,7 +102,8 @@ def _session(config: Mapping[str, Any]) -> Iterator[Pulse]:
     member = Member(**config["member"])
     session = Trainer(Path(config["socket"]), member)
     try:
-        begin_run(member)
+        if config.get("begin", True):
+            begin_run(member)
         session.hello()
         yield session.watched()
     finally:
@@ -108,6 +111,10 @@ def _session(config: Mapping[str, Any]) -> Iterator[Pulse]:
 
 
 def _main(config: Mapping[str, Any]) -> None:
+    if uid := config.get("uid"):
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
     step_seconds = config.get("step_seconds", 0.02)
     with _session(config) as pulse:
         pulse.opened(config["member"]["generation"])
