@@ -16,7 +16,8 @@ from ckptd.wire.messages import GetStatus, Status
 from devtools.processes import wait_until
 from tests.daemon.trainer import DEADLINE_SECONDS, DaemonProcess, daemon_at
 
-QUICK = ("--hang-floor", "0.5", "--hang-first", "30", "--hang-save", "5")
+QUICK = ("--hang-floor", "0.5", "--hang-first", "30", "--hang-save", "4")
+LOOK_SECONDS = 0.1
 
 
 class Watching:
@@ -36,18 +37,22 @@ class Watching:
     def alerts(self, kind: str) -> list[dict[str, Any]]:
         return [alert for alert in self.watch()["alerts"] if alert["kind"] == kind]
 
-    def alert(self, kind: str) -> dict[str, Any]:
-        """The first of a kind, once it is there."""
-        wait_until(lambda: bool(self.alerts(kind)), f"an alert: {kind}", deadline_seconds=40)
-        return self.alerts(kind)[0]
+    def alert(self, kind: str, run: str = "") -> dict[str, Any]:
+        """The first of a kind, of a run where one is given, once it is there."""
 
-    def report(self) -> dict[str, Any]:
+        def found() -> list[dict[str, Any]]:
+            return [alert for alert in self.alerts(kind) if run in ("", alert["run"])]
+
+        wait_until(lambda: bool(found()), f"an alert: {kind}", deadline_seconds=40, every_seconds=LOOK_SECONDS)
+        return found()[0]
+
+    def report(self, run: str = "") -> dict[str, Any]:
         """Of the first hang that is found."""
-        return json.loads(Path(self.alert("hang")["report"]).read_text())
+        return json.loads(Path(self.alert("hang", run)["report"]).read_text())
 
     def until(self, condition: Callable[[dict[str, Any]], bool], what: str) -> None:
         """Until the watchdog's status is so."""
-        wait_until(lambda: condition(self.watch()), what, deadline_seconds=40)
+        wait_until(lambda: condition(self.watch()), what, deadline_seconds=40, every_seconds=LOOK_SECONDS)
 
 
 @pytest.fixture

@@ -94,18 +94,29 @@ def deadlocked_in_the_child(lock: threading.Lock) -> None:
 WAYS = {way.__name__: way for way in (hold_the_gil, spin_in_python, receive_for_ever, wait_for_a_child)}
 
 
+def _save_for_long(session: Trainer, pulse: Pulse) -> None:
+    """A copy that takes longer than any step, and is never sealed."""
+    with pulse.phase(Phase.SAVE):
+        session.make_arena()
+        content = session.member.content(40)
+        session.copy(session.begin(content), content, 0, 1000)
+        time.sleep(1.5)
+        print("three times the limit of a step", flush=True)
+        signal.pause()
+
+
 # The process
 
 
 @contextlib.contextmanager
-def _session(config: Mapping[str, Any]) -> Iterator[Pulse]:
+def _session(config: Mapping[str, Any]) -> Iterator[tuple[Trainer, Pulse]]:
     member = Member(**config["member"])
     session = Trainer(Path(config["socket"]), member)
     try:
         if config.get("begin", True):
             begin_run(member)
         session.hello()
-        yield session.watched()
+        yield session, session.watched()
     finally:
         session.close()
 
@@ -116,16 +127,19 @@ def _main(config: Mapping[str, Any]) -> None:
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     step_seconds = config.get("step_seconds", 0.02)
-    with _session(config) as pulse:
+    with _session(config) as (session, pulse):
         pulse.opened(config["member"]["generation"])
+        time.sleep(config.get("first_seconds", 0.0))
         for step in range(1, config.get("steps", 40) + 1):
             time.sleep(step_seconds)
             pulse.step(step, loss=1 / step, grad_norm=0.5)
             if step in config.get("evals", ()):
-                with pulse.phase(Phase.EVAL, limit_seconds=config.get("eval_limit", 0.0)):
-                    time.sleep(config["eval_seconds"])
+                with pulse.phase(Phase.EVAL):
+                    time.sleep(1.0)
         print("hanging", flush=True)
-        if config["how"]:
+        if config["how"] == "save_for_long":
+            _save_for_long(session, pulse)
+        elif config["how"]:
             WAYS[config["how"]]()
         signal.pause()
 
