@@ -59,6 +59,7 @@ def test_a_collective_that_one_rank_never_joins_is_a_report_with_the_stacks_of_a
         waiting.result(30)
     ranks.each("steps", count=1)
     wait_until(lambda: bool(alerts(daemon, "recovered")), "the good news", deadline_seconds=20)
+    ranks.each("close")
 
 
 def test_a_deadlocked_data_loader_shows_the_stacks_of_its_worker(
@@ -75,6 +76,7 @@ def test_a_deadlocked_data_loader_shows_the_stacks_of_its_worker(
         os.kill(worker["pid"], signal.SIGKILL)
         with pytest.raises(RankError, match="exited unexpectedly"):
             loading.result(30)
+    ranks.each("close")
 
 
 def test_r155_no_collective_times_out_while_one_rank_cannot_save(
@@ -93,6 +95,9 @@ def test_r155_no_collective_times_out_while_one_rank_cannot_save(
         os.kill(daemons[0].pid, signal.SIGCONT)
     assert list(first["states"].values()).count("failed") >= 8
     assert first["states"].keys() == second["states"].keys()
+    wait_until(lambda: not any(map(_saves, daemons)), "the daemons", deadline_seconds=20)
+    ranks.each("train_together", first=25, last=26)
+    ranks.each("close")  # the last save is committed
 
 
 def test_r164_a_restore_that_never_ends_is_told_with_the_rank_that_is_late(
@@ -116,6 +121,11 @@ def test_r164_a_restore_that_never_ends_is_told_with_the_rank_that_is_late(
         finally:
             ranks[1].signal(signal.SIGCONT)
         assert waiting.result(60)["step"] == late.result(60)["step"] == 0
+    ranks.each("close")
+
+
+def _saves(daemon: Daemon) -> int:
+    return int(call(daemon.socket, GetStatus(), Status, seconds=20).status["saves"]["count"])
 
 
 def _phases(daemon: Daemon) -> list[str]:
