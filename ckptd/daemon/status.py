@@ -20,7 +20,7 @@ from ckptd.limits import KIB, MESSAGE_BYTES_MAX
 if TYPE_CHECKING:
     from ckptd.daemon.service import Service
 
-LISTED = (64, 16, 4)
+LISTED = (64, 16, 4, 1)
 """Sessions, saves and arenas that are listed each, as many as fit into the message; the rest is counted."""
 TEXT_MAX = 300
 
@@ -30,8 +30,8 @@ def status_of(service: Service) -> dict[str, Any]:
     for listed in LISTED:
         status = _status(service, listed)
         if len(msgspec.json.encode(status)) < MESSAGE_BYTES_MAX - KIB:
-            return status
-    return _status(service, 0)
+            break
+    return status
 
 
 def _status(service: Service, listed: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ckptd.cli.daemon_commands import print_status
 from tests.daemon.member import Member
 from tests.watch.conftest import Watching
 from tests.watch.hanging import Hanging
@@ -51,8 +52,9 @@ def test_a_deadlocked_child_shows_its_stacks_too(watching: Start, tmp_run: str) 
 
 
 def test_a_stopped_rank_is_found_beside_one_that_goes_on_and_told_when_it_is_back(
-    watching: Start, tmp_run: str
+    watching: Start, tmp_run: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
     watched = watching()
     with (
         Hanging(watched.socket, Member(tmp_run, rank=0, world=2), steps=100_000),
@@ -68,6 +70,12 @@ def test_a_stopped_rank_is_found_beside_one_that_goes_on_and_told_when_it_is_bac
         assert "rank 1" in report["message"]
         assert "_main" in seen_of(report, 0)["stacks"]  # of every rank, also of one that goes on
         assert watched.watch()["stalled"] == [f"rank 1 of {tmp_run}"]
+        print_status(watched.status())
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"no progress: rank 1 of {tmp_run}" in shown
+        assert "hang: no progress of rank 1" in shown
+        assert "straggler: rank 1 lags" in shown
+        assert f"hang limits of {tmp_run}: start 30.0 s, step" in shown
         stopped.process.send_signal(signal.SIGCONT)
         assert watched.alert("recovered")["ranks"] == [1]
         assert watched.watch()["stalled"] == []

@@ -130,7 +130,7 @@ class Watchdog:
                 else:
                     task = self._tasks.spawn(self._report(action, group), f"report of {action.start.run}")
                     self._reporting[action.start] = task
-                    task.add_done_callback(lambda _: self._reporting.pop(action.start, None))
+                    task.add_done_callback(self._reported)
             case "end":
                 self.counts["end"] += len(concerned)
                 if self.rules.dry_run:
@@ -141,6 +141,9 @@ class Watchdog:
                 self.counts["recovered"] += 1
                 if not self.rules.dry_run:
                     self._tell("recovered", "info", f"{_ranks(action)} went on", action, concerned)
+
+    def _reported(self, task: asyncio.Task[None]) -> None:
+        self._reporting = {start: other for start, other in self._reporting.items() if other is not task}
 
     def _log_only(self, action: Action) -> None:
         log.warning("dry run: would %s for %s of %s", action.what, _ranks(action), action.start.run)
