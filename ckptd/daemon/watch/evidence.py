@@ -209,7 +209,7 @@ def in_words(ranks: Sequence[RankSeen], *, alone: bool) -> str:
     """One line for people."""
     stalled = [seen for seen in ranks if seen.stalled]
     named = ", ".join(
-        f"rank {seen.rank} (step {seen.step}, {seen.phase}, {seen.age_seconds:.0f} s, limit {seen.limit_seconds:.0f} s)"
+        f"rank {seen.rank} (step {seen.step}, {seen.phase}, {seen.age_seconds:.1f} s, limit {seen.limit_seconds:.1f} s)"
         for seen in stalled[:8]
     )
     more = f" and {len(stalled) - 8} more" if len(stalled) > 8 else ""

@@ -16,6 +16,8 @@ import psutil
 from ckptd.limits import CHILDREN_MAX, DUMP_SECONDS, STACKS_BYTES_MAX
 
 COMMAND_CHARS_MAX = 200
+COMMAND_WORDS = 3
+"""Enough to tell what it is; what follows may be secret."""
 
 
 class ProcessSeen(msgspec.Struct, kw_only=True):
@@ -42,16 +44,19 @@ def look_at(pid: int) -> ProcessSeen:
             seen.threads = process.num_threads()
             times = process.cpu_times()
             seen.cpu_seconds = round(times.user + times.system, 2)
-            seen.command = " ".join(process.cmdline())[:COMMAND_CHARS_MAX]
+            seen.command = " ".join(process.cmdline()[:COMMAND_WORDS])[:COMMAND_CHARS_MAX]
     with contextlib.suppress(OSError):
         seen.waits_in = Path(f"/proc/{pid}/wchan").read_text().strip().strip("0")
     return seen
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes below it, such as those that load data; at most :data:`CHILDREN_MAX`."""
+    """The processes below it, such as those that load data; at most :data:`CHILDREN_MAX`. Not this daemon, which the
+    trainer may have started, nor what is below that."""
     try:
-        return sorted(child.pid for child in psutil.Process(pid).children(recursive=True))[:CHILDREN_MAX]
+        ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+        below = {child.pid for child in psutil.Process(pid).children(recursive=True)}
+        return sorted(below - ours)[:CHILDREN_MAX]
     except psutil.Error:
         return []
 
