@@ -105,3 +105,27 @@ COPY_LINGER_SECONDS = 60.0
 :data:`COMMIT_SECONDS` where they fail."""
 LEASE_SECONDS = 60.0
 """A writer's lease that is older than this, by the store's clock, has expired."""
+
+# Watching over trainers
+
+HANG_FLOOR_SECONDS = 120.0
+"""A step is never called a hang before."""
+HANG_FACTOR = 5.0
+"""Times the duration that one step in a hundred exceeds."""
+HANG_FIRST_SECONDS = 3600.0
+"""For the start, the first steps, compiling, restoring and evaluation, where the trainer names no limit."""
+HANG_SAVE_SECONDS = 900.0
+"""For the trainer's part in a save: memory, a free slot, the copy. What the daemon does of it has its own deadlines."""
+HANG_GRACE_SECONDS = 60.0
+"""From the report of a hang to the end of the trainer, where that is wanted."""
+STRAGGLER_RATIO = 1.5
+STACKS_BYTES_MAX = 128 * KIB
+"""Of one process in a report; the rest is left out."""
+DUMP_SECONDS = 5.0
+"""How long a process may take to answer with its stacks."""
+CHILDREN_MAX = 32
+"""Processes below one trainer that a report lists."""
+HANG_REPORTS_KEPT = 32
+ALERTS_KEPT = 64
+LEARNED_RUNS_KEPT = 256
+"""Runs whose learned limits a daemon keeps; the oldest go."""

@@ -1,8 +1,8 @@
 """An arena as mapped memory.
 
-Layout, in bytes from the start: the header page; one page of records per slot; the status page (64 KiB); the slots,
-each a whole number of pages. A slot holds the shard exactly as it will lie in storage, and on the next page boundary
-behind it the encoded snapshot record.
+Layout, in bytes from the start: the header page; one page of records per slot; the slots, each a whole number of
+pages. A slot holds the shard exactly as it will lie in storage, and on the next page boundary behind it the encoded
+snapshot record.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from xxhash import xxh3_64_intdigest
 
 from ckptd.arena.slots import RECORD_BYTES, SlotRecord, read_record, write_record
-from ckptd.arena.status import STATUS_BYTES, StatusPage
 from ckptd.errors import FormatError, IntegrityError, ResourceError
 from ckptd.format.digests import digest
 from ckptd.limits import MIB, PAGE_BYTES, SLOTS_MAX
 
-_MAGIC = b"CKPTDAR2"
+_MAGIC = b"CKPTDAR3"
 _HEADER = struct.Struct("<8s16sIIQ")  # magic, arena id, slots, reserved, slot bytes
 _CHECK = struct.Struct("<Q")
 
@@ -54,7 +53,7 @@ class ArenaShape:
 
     @property
     def first_slot(self) -> int:
-        return PAGE_BYTES * (1 + self.slots) + STATUS_BYTES
+        return PAGE_BYTES * (1 + self.slots)
 
     @property
     def size_bytes(self) -> int:
@@ -108,8 +107,6 @@ class Arena:
         self.fd = fd
         self._writable = writable
         self.view = memoryview(self._mmap)
-        status = PAGE_BYTES * (1 + self.shape.slots)
-        self.status = StatusPage(self.view[status : status + STATUS_BYTES])
 
     @classmethod
     def create(cls, shape: ArenaShape) -> Arena:
@@ -217,6 +214,5 @@ class Arena:
             os.close(self.fd)
             self.fd = -1
             with contextlib.suppress(BufferError):  # somebody holds a view, and the last one takes the mapping with it
-                self.status.release()
                 self.view.release()
                 self._mmap.close()

@@ -14,12 +14,14 @@ from ckptd.wire.channel import default_socket
 from ckptd.wire.messages import Done, Drain, GetStatus, Status
 
 STATUS_SECONDS = 10.0
+ALERTS_SHOWN = 8
+STYLES = {"error": "red", "warning": "yellow"}
 GRACE_SECONDS = 10.0
 """Beyond its own deadline, for the daemon to say that it passed."""
 
 
 def status(socket: Socket = None, json: Json = False) -> None:
-    """Show what the daemon is doing: sessions, saves under way with rate and last progress, failures, memory."""
+    """Show what the daemon is doing: sessions, hangs, saves under way with rate and last progress, failures."""
     reply = guarded(lambda: call(socket or default_socket(), GetStatus(), Status, seconds=STATUS_SECONDS), as_json=json)
     if json:
         emit(reply.status)
@@ -57,6 +59,7 @@ def print_status(status: dict[str, Any]) -> None:
         if made["error"] or made["failed"]:
             why = made["error"] or f"{made['failed']} checkpoints could not be deleted"
             out.print(f"retention at {made['tier']}: {why}", style="red")
+    _print_watch(status["watch"])
     for url, version in status["committed"].items():
         out.print(f"newest commit: {version} of {url}")
     for failure in status["failures"]:
@@ -99,12 +102,28 @@ def _print_tiers(tiers: list[dict[str, Any]]) -> None:
             console().print(f"not copied to {tier['tier']}: {tier['error']}", style="red")
 
 
+def _print_watch(watch: dict[str, Any]) -> None:
+    out = console()
+    for run, limits in watch["limits_seconds"].items():
+        named = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in limits.items())
+        out.print(f"hang limits of {run}: {named}")
+    for seat in watch["stalled"]:
+        out.print(f"no progress: {seat}", style="red")
+    if watch["dry_run"]:
+        counts = ", ".join(f"{what} {count}" for what, count in watch["counts"].items())
+        out.print(f"dry run: about hangs, would have done: {counts or 'nothing'}")
+    for alert in watch["alerts"][-ALERTS_SHOWN:]:
+        report = f"; report: {alert['report']}" if alert["report"] else ""
+        out.print(f"{alert['kind']}: {alert['message']}{report}", style=STYLES.get(alert["level"]))
+
+
 def _print_sessions(sessions: list[dict[str, Any]]) -> None:
     if not sessions:
         return
-    made = table("run", "rank", "process", "step", "phase", "last beat", right=("rank", "process", "step", "last beat"))
+    right = ("rank", "process", "step", "last beat", "limit")
+    made = table("run", "rank", "process", "step", "phase", "last beat", "limit", right=right)
     for session in sessions:
-        beat = session["beat"] or {"step": "-", "phase": "-", "age_seconds": None}
+        beat = session["beat"] or {"step": "-", "phase": "-", "age_seconds": None, "limit_seconds": None}
         age = "-" if beat["age_seconds"] is None else f"{beat['age_seconds']:.1f} s ago"
         made.add_row(
             session["run"],
@@ -113,5 +132,6 @@ def _print_sessions(sessions: list[dict[str, Any]]) -> None:
             str(beat["step"]),
             beat["phase"],
             age,
+            "-" if beat["limit_seconds"] is None else f"{beat['limit_seconds']:.1f} s",
         )
     console().print(made)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ckptd.daemon.server import run
 from ckptd.daemon.settings import Settings
+from ckptd.daemon.watch.rules import WatchRules
 from ckptd.limits import (
     COMMIT_SECONDS,
     COMMIT_TAKEOVER_SECONDS,
+    HANG_FACTOR,
+    HANG_FIRST_SECONDS,
+    HANG_FLOOR_SECONDS,
+    HANG_GRACE_SECONDS,
+    HANG_SAVE_SECONDS,
     IDLE_EXIT_SECONDS,
     MIB,
     RETENTION_GRACE_SECONDS,
@@ -45,6 +51,25 @@ def daemon(
     verify_delay: Annotated[
         float, typer.Option(help="Seconds after a commit before it is read again.", min=0)
     ] = VERIFY_DELAY_SECONDS,
+    on_hang: Annotated[
+        str, typer.Option(help="What to do about a hang: any of notify, dump, end, with commas; or nothing.")
+    ] = "notify,dump",
+    hang_dry_run: Annotated[bool, typer.Option(help="Only count what would be done about hangs.")] = False,
+    hang_floor: Annotated[
+        float, typer.Option(help="Seconds that a step may always take.", min=0.05)
+    ] = HANG_FLOOR_SECONDS,
+    hang_first: Annotated[
+        float, typer.Option(help="Seconds for start, first steps, compiling, restoring, evaluation.", min=0.05)
+    ] = HANG_FIRST_SECONDS,
+    hang_save: Annotated[
+        float, typer.Option(help="Seconds for a trainer's own part in a save.", min=0.05)
+    ] = HANG_SAVE_SECONDS,
+    hang_factor: Annotated[
+        float, typer.Option(help="Times the usual duration that makes the learned limit.", min=1.1)
+    ] = HANG_FACTOR,
+    hang_grace: Annotated[
+        float, typer.Option(help="Seconds from the report of a hang to the end, if wanted.", min=0.0)
+    ] = HANG_GRACE_SECONDS,
     log_file: Annotated[Path | None, typer.Option(help="Else to standard error.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="For journals; else beside the socket.")] = None,
 ) -> None:
@@ -63,10 +88,27 @@ def daemon(
         retention_grace_seconds=retention_grace,
         verify_bytes_per_second=int(verify_bandwidth * MIB) or None,
         verify_delay_seconds=verify_delay,
+        watch=watch_rules(
+            on_hang,
+            dry_run=hang_dry_run,
+            floor_seconds=hang_floor,
+            first_seconds=hang_first,
+            save_seconds=hang_save,
+            factor=hang_factor,
+            grace_seconds=hang_grace,
+        ),
         log_file=log_file,
         state_dir=state_dir,
     )
     raise typer.Exit(run(settings))
+
+
+def watch_rules(on_hang: str, **rules: Any) -> WatchRules:
+    """The rungs by their names, and everything else of :class:`WatchRules`."""
+    rungs = {rung.strip() for rung in on_hang.split(",")} - {"", "nothing"}
+    if unknown := rungs - {"notify", "dump", "end"}:
+        raise typer.BadParameter(f"--on-hang {', '.join(sorted(unknown))}: any of notify, dump, end; or nothing")
+    return WatchRules(notify="notify" in rungs, dump="dump" in rungs, end="end" in rungs, **rules)
 
 
 def main() -> None:

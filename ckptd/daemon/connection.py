@@ -13,7 +13,7 @@ from collections.abc import Callable
 from ckptd.errors import ProtocolError, first_line
 from ckptd.limits import SEND_QUEUE_MAX
 from ckptd.wire.channel import Peer, receive, send
-from ckptd.wire.messages import HandArena, Incoming, Outgoing, decode_incoming, encode, refusal
+from ckptd.wire.messages import HandArena, HandWatched, Incoming, Outgoing, decode_incoming, encode, refusal
 
 log = logging.getLogger(__name__)
 
@@ -110,8 +110,8 @@ class Connection:
     def _take(self, data: bytes, fd: int | None) -> None:
         try:
             message = decode_incoming(data)
-            if (fd is not None) != isinstance(message, HandArena):
-                raise ProtocolError("a descriptor goes with hand_arena, and with nothing else")
+            if (fd is not None) != isinstance(message, HandArena | HandWatched):
+                raise ProtocolError("a descriptor goes with hand_arena and hand_watched, and with nothing else")
         except ProtocolError as error:
             _close_fd(fd)
             self.refuse(error)

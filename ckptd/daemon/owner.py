@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import select
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -63,6 +64,12 @@ class PeerProcess:
             poll.register(self._fd, select.POLLIN)
             return not poll.poll(0)
         return not self._gone
+
+    def kill(self) -> None:
+        """SIGKILL, where it can be seen and this user may."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(self._fd, signal.SIGKILL)
 
     def close(self) -> None:
         """Watch no more. Idempotent."""

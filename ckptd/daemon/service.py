@@ -20,6 +20,7 @@ from ckptd.daemon.status import status_of
 from ckptd.daemon.stores import Stores, Use
 from ckptd.daemon.tasks import Tasks
 from ckptd.daemon.verifying import Verifying
+from ckptd.daemon.watch.watchdog import Watchdog
 from ckptd.errors import DaemonError, DeadlineExceeded, RunInUse
 from ckptd.limits import COPY_READS_AT_ONCE, VERIFY_READS_AT_ONCE
 from ckptd.storage import Limits
@@ -59,6 +60,7 @@ class Service:
             commits, tally, self.tasks.spawn, self.verifying, settings.retention_grace_seconds
         )
         self.saves = Saves(self.tasks, commits, tally, self.replication, self.arenas)
+        self.watch = Watchdog(settings.watch, settings.state_path, self._works_for, self.tasks)
         self.ending = asyncio.Event()
         """Set when the daemon is to end, its work being done."""
 
@@ -110,6 +112,10 @@ class Service:
         if session.owner is not None and session.owner.process.alive is None and session.owner.dead:
             self.died(session.owner)
 
+    def _works_for(self, owner: Owner) -> bool:
+        """Whether a snapshot that this trainer has sealed is not committed yet."""
+        return any(save.owner.seat == owner.seat and save.fill.sealed for save in self.saves.under_way())
+
     @property
     def idle(self) -> bool:
         """No clients and no work."""
@@ -154,6 +160,7 @@ class Service:
         for session in list(self.sessions):
             session.close()
         await self.tasks.cancel()
+        self.watch.close()
         self.saves.close()
         await self.stores.aclose()
         for owner in self._owners:

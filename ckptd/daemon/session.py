@@ -32,6 +32,7 @@ from ckptd.wire.messages import (
     Filling,
     GetStatus,
     HandArena,
+    HandWatched,
     Hello,
     Incoming,
     ListOffers,
@@ -78,6 +79,7 @@ class Session:
         if self.owner is not None:
             self.owner.connected = False
             self.owner.hung_up = self.connection.hung_up
+            self.service.watch.left(self.owner)
         else:
             self._process.close()
         self.service.left(self)
@@ -123,6 +125,8 @@ class Session:
             case Skip():
                 version = Version(message.step, message.generation)
                 self._spawn(saves.skip(owner, version, message.run, message.reason), "skip")
+            case HandWatched() if fd is not None:
+                self.service.watch.take(owner, message.part, fd, message.signal)
             case HandArena() if fd is not None:
                 self._answer(message, self._hand(owner, message, fd))
             case MakeArena():

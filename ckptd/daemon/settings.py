@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ckptd.daemon.watch.rules import WatchRules
 from ckptd.limits import (
     COMMIT_SECONDS,
     COMMIT_TAKEOVER_SECONDS,
@@ -46,6 +47,8 @@ class Settings:
     """At which commits are read again; ``None``: they are not."""
     verify_delay_seconds: float = VERIFY_DELAY_SECONDS
     """After a commit, before it is read again."""
+    watch: WatchRules = field(default_factory=WatchRules)
+    """What counts as a hang, and what is done about one."""
     log_file: Path | None = None
     """``None``: to standard error."""
     state_dir: Path | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,28 +15,30 @@ from ckptd.daemon.link import Link
 from ckptd.daemon.owner import Owner
 from ckptd.daemon.retiring import Pass
 from ckptd.daemon.save import Failure, Save
+from ckptd.daemon.watch.watchdog import Watchdog
 from ckptd.limits import KIB, MESSAGE_BYTES_MAX
 
 if TYPE_CHECKING:
     from ckptd.daemon.service import Service
 
-LISTED = (64, 16, 4)
+LISTED = (64, 16, 4, 1)
 """Sessions, saves and arenas that are listed each, as many as fit into the message; the rest is counted."""
 TEXT_MAX = 300
 
 
 def status_of(service: Service) -> dict[str, Any]:
     """See ``ckptd status --json``."""
-    for listed in LISTED:
+    for listed in LISTED[:-1]:
         status = _status(service, listed)
         if len(msgspec.json.encode(status)) < MESSAGE_BYTES_MAX - KIB:
             return status
-    return _status(service, 0)
+    return _status(service, LISTED[-1])
 
 
 def _status(service: Service, listed: int) -> dict[str, Any]:
     saves, arenas, tally = service.saves.under_way(), service.arenas.all(), service.saves.tally
     owners = [session.owner for session in service.sessions if session.owner is not None]
+    owners.sort(key=lambda owner: owner.seat)
 
     def shown(entries: Iterable[dict[str, Any]]) -> dict[str, Any]:
         found = list(entries)
@@ -48,7 +50,8 @@ def _status(service: Service, listed: int) -> dict[str, Any]:
         "socket": str(service.settings.socket),
         "uptime_seconds": round(time.monotonic() - service.began_seconds, 3),
         "draining": service.saves.draining,
-        "sessions": shown(_session(owner, arenas) for owner in sorted(owners, key=lambda owner: owner.seat)),
+        "sessions": shown(_session(owner, service.watch) for owner in owners),
+        "watch": service.watch.status(listed),
         "saves": shown(_save(save) for save in sorted(saves, key=lambda save: save.began_seconds)),
         "committed": {url[:TEXT_MAX]: str(version) for url, version in list(tally.committed.items())[-listed:]},
         "failures": [_failure(failure) for failure in tally.failures],
@@ -66,9 +69,8 @@ def _status(service: Service, listed: int) -> dict[str, Any]:
     }
 
 
-def _session(owner: Owner, arenas: Sequence[HeldArena]) -> dict[str, Any]:
-    beats = [beat for held in arenas if held.owner is owner and (beat := held.arena.status.last())]
-    last = max(beats, key=lambda beat: beat.monotonic_ns, default=None)
+def _session(owner: Owner, watch: Watchdog) -> dict[str, Any]:
+    last, limit = watch.last(owner), watch.limit_seconds(owner)
     return {
         "run": owner.seat.url[:TEXT_MAX],
         "rank": owner.seat.rank,
@@ -81,6 +83,7 @@ def _session(owner: Owner, arenas: Sequence[HeldArena]) -> dict[str, Any]:
             "step": last.step,
             "phase": last.phase.name.lower(),
             "age_seconds": round((time.monotonic_ns() - last.monotonic_ns) / 1e9, 3),
+            "limit_seconds": None if limit is None else round(limit, 3),
         },
     }
 

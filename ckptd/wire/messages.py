@@ -5,7 +5,7 @@ A request carries a number, and its reply carries the same. Events carry none: t
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -114,6 +114,15 @@ class HandArena(Request, kw_only=True, frozen=True, tag="hand_arena"):
     Done; sealed slots are then finished."""
 
     arena: str
+
+
+class HandWatched(Message, kw_only=True, frozen=True, tag="hand_watched"):
+    """Carries a descriptor of what the daemon needs to watch over this trainer; see :mod:`ckptd.pulse`. Once for each
+    part, the page last."""
+
+    part: Literal["page", "stacks", "dump", "end"]
+    signal: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    """What pulling ``dump`` raises in the trainer, and would in processes that were forked from it."""
 
 
 class DropArena(Request, kw_only=True, frozen=True, tag="drop_arena"):
@@ -251,6 +260,7 @@ Incoming = (
     | ListOffers
     | BorrowArena
     | HandArena
+    | HandWatched
     | DropArena
     | Filling
     | Filled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import time
@@ -15,7 +16,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from ckptd.arena.status import Phase
 from ckptd.checkpoint.keep import Keep
 from ckptd.checkpoint.selectors import Selector
 from ckptd.checkpoint.trial import Loader
@@ -31,6 +31,8 @@ from ckptd.errors import (
 )
 from ckptd.format.keys import Version
 from ckptd.format.records import metrics_for_record
+from ckptd.pulse.page import Phase
+from ckptd.pulse.pulse import PhaseName, phase_named
 from ckptd.wire import messages
 from ckptd.wire.channel import default_socket
 from ckptd.wire.messages import Hello, Skip
@@ -148,7 +150,9 @@ class Checkpointer:
         nodes = self._nodes(path)
         self._state.place(Placement(self._rank, self._world, nodes, resident=resident, check=check_replicas))
         self._claim = WriterClaim(self._roots)
-        self._stager = Stager(self._link.tell, overlap=overlap, check=check, check_finite=finite)
+        self._stager = Stager(
+            self._link.tell, overlap=overlap, check=check, check_finite=finite, pulse=self._link.pulse
+        )
         self._snapshots = Snapshots(
             self._state, planned, self._supply, self._stager, self._rank, self._world, check_replicas=check_replicas
         )
@@ -261,7 +265,7 @@ class Checkpointer:
                 cast=EVERYTHING if cast is True else Selection(cast or ()),
             )
             restorer = Restorer(self._state, self._agreement, self._roots, self._supply, self._scratch, wish)
-            with collecting_later():
+            with self._link.pulse.phase(Phase.RESTORE), collecting_later():
                 restored = restorer.restore()
         self._open_life(restored.version, fresh=fresh)
         assert self._life is not None
@@ -277,6 +281,7 @@ class Checkpointer:
         if self._life is None:
             opening = Opening(self._launch, self._world, opened_from, fresh, self._takeover)
             self._life = open_life(self._agreement, self._roots, self._claim, opening)
+            self._link.pulse.opened(self._life.generation)
         return self._life
 
     # Saving
@@ -293,7 +298,7 @@ class Checkpointer:
         self._report_failures()
         due = self._schedule.due(step)
         numbers = metrics_for_record(metrics)
-        self._beat(step, Phase.STEP, numbers)
+        self._link.pulse.step(step, numbers.get("loss"), numbers.get("grad_norm"))
         if self._snapshots.boundary.crossed():
             self._boundary_step = step
             self._snapshots.boundary_passed()
@@ -351,7 +356,8 @@ class Checkpointer:
         save.begin(step)
         self._handles.add(save)
         try:
-            self._snapshots.take(save, self._life, metrics, wait_seconds=self._wait_seconds())
+            with self._link.pulse.phase(Phase.SAVE):
+                self._snapshots.take(save, self._life, metrics, wait_seconds=self._wait_seconds())
         except BaseException as error:
             self._give_up(save, error)
             if not isinstance(error, Exception):  # Ctrl-C; any other failure of a save is no reason to end the training
@@ -388,21 +394,25 @@ class Checkpointer:
 
         Raises the first save's error that failed, :class:`DeadlineExceeded` when the time is up.
         """
-        self._stager.wait()
         stop = None if timeout is None else time.monotonic() + timeout
-        for save in self._handles.unfinished():
-            if save.state == "deferred":
-                continue  # it waits for the training, not for the daemon
-            save.wait("committed", None if stop is None else max(stop - time.monotonic(), 0.0))
+        with self._link.pulse.phase(Phase.SAVE):
+            self._stager.wait()
+            for save in self._handles.unfinished():
+                if save.state == "deferred":
+                    continue  # it waits for the training, not for the daemon
+                save.wait("committed", None if stop is None else max(stop - time.monotonic(), 0.0))
 
     # Progress
 
-    def _beat(self, step: int, phase: Phase, metrics: Mapping[str, float | None]) -> None:
-        ring = self._supply.current()
-        if ring is not None:
-            nan = float("nan")
-            loss, norm = metrics.get("loss"), metrics.get("grad_norm")
-            ring.arena.status.beat(step, phase, nan if loss is None else loss, nan if norm is None else norm)
+    def phase(self, name: PhaseName, *, limit_seconds: float | None = None) -> contextlib.AbstractContextManager[None]:
+        """``with ckpt.phase("eval", limit_seconds=1800):`` What happens inside is no training step, and may take so
+        long before it counts as a hang; else as long as the daemon has learned, or an hour. ``eval``, ``compile``,
+        ``save``, ``restore`` or ``other``; ranks that wait for the one that does it enter it as well. No system call.
+
+        Raises :class:`ConfigError` for another name, and for a limit that is none.
+        """
+        self._check_open()
+        return self._link.pulse.phase(*phase_named(name, limit_seconds))
 
     def _report_failures(self) -> None:
         for save in self._handles.take_unreported():

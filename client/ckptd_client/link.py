@@ -21,8 +21,20 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay
 from ckptd.errors import CkptdError, DaemonError, DeadlineExceeded
 from ckptd.jitter import backoff_seconds
 from ckptd.limits import CONNECT_SECONDS
+from ckptd.pulse.pulse import Pulse
 from ckptd.wire import channel, messages
-from ckptd.wire.messages import ArenaGranted, Committed, Durable, Failed, Hello, Message, Outgoing, Refused, Request
+from ckptd.wire.messages import (
+    ArenaGranted,
+    Committed,
+    Durable,
+    Failed,
+    HandWatched,
+    Hello,
+    Message,
+    Outgoing,
+    Refused,
+    Request,
+)
 from ckptd_client.doorstep import SEND_SECONDS, connect, log_path, spawn_daemon
 
 Event = Durable | Committed | Failed
@@ -32,7 +44,7 @@ REPLY_SECONDS = 30.0
 
 
 class DaemonLink:
-    """One session with the daemon, renewed when it breaks."""
+    """One session with the daemon, renewed when it breaks. ``pulse``, from :meth:`open` on: what it is watched by."""
 
     def __init__(self, path: Path, hello: Hello, *, start_daemon: bool = True) -> None:
         self._path = path
@@ -66,6 +78,7 @@ class DaemonLink:
         self._on_renewed = on_renewed
         self._on_refused = on_refused
         self._socket = self._connect(CONNECT_SECONDS)
+        self.pulse = Pulse()
         self._up = True
         self._listener = threading.Thread(target=self._listen, name="ckptd-link", daemon=True)
         self._listener.start()
@@ -209,7 +222,10 @@ class DaemonLink:
         self._on_refused(error)
 
     def _greet(self) -> messages.Welcome:
-        return self.ask(self._hello, messages.Welcome)
+        welcome = self.ask(self._hello, messages.Welcome)
+        for part, fd in self.pulse.parts():
+            self._send(messages.encode(HandWatched(part=part, signal=self.pulse.dump_signal)), fd)
+        return welcome
 
     # Connecting
 
@@ -251,6 +267,7 @@ class DaemonLink:
         """In a forked child: the session belongs to the parent, whose end the daemon must be able to see."""
         self._closed = True
         self._socket.close()
+        self.pulse.forget()
 
     def close(self) -> None:
         """End the session. The daemon finishes what is sealed. Idempotent."""
@@ -262,4 +279,5 @@ class DaemonLink:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._listener.join(timeout=SEND_SECONDS)
         self._socket.close()
+        self.pulse.close()
         self._daemon_is_gone()

@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ckptd.arena.status import Phase
 from ckptd.errors import AccessDenied, DaemonError, ResourceError
 from ckptd.format.keys import Version
 from ckptd.limits import MESSAGE_BYTES_MAX
@@ -231,7 +230,8 @@ def test_status_says_what_is_going_on_and_no_secrets(socket_path: Path, tmp_run:
         trainer(daemon.socket, Member(tmp_run, storage_options=options)) as session,
     ):
         assert session.arena is not None
-        session.arena.status.beat(41, Phase.STEP)
+        pulse = session.watched()
+        pulse.step(41)
         session.save(40, SIZE)
         session.wait_for_stage(Version(40, 1), "write")
 

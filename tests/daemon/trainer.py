@@ -30,6 +30,7 @@ from ckptd.format.records import (
     Run,
     encode,
 )
+from ckptd.pulse import Pulse
 from ckptd.storage import open_backend
 from ckptd.wire import channel, messages
 from ckptd.wire.messages import (
@@ -45,6 +46,7 @@ from ckptd.wire.messages import (
     Filling,
     GetStatus,
     HandArena,
+    HandWatched,
     Hello,
     ListOffers,
     MakeArena,
@@ -74,14 +76,15 @@ Kind = TypeVar("Kind", bound=Message)
 class DaemonProcess:
     """A daemon of the test's own."""
 
-    def __init__(self, socket_path: Path, *options: str, mode: int = 0o700) -> None:
-        """``mode``: of the socket's folder."""
+    def __init__(self, socket_path: Path, *options: str, mode: int = 0o700, prefix: tuple[str, ...] = ()) -> None:
+        """``mode``: of the socket's folder. ``prefix``: what starts it."""
         self.socket = socket_path
         self.log = socket_path.with_suffix(".log")
         channel.prepare_folder(socket_path, mode=mode)
         with self.log.open("ab") as output:
             self.process = spawn(
-                [sys.executable, "-m", "ckptd.daemon", "--socket", socket_path, *QUICK, *options], output=output
+                [*prefix, sys.executable, "-m", "ckptd.daemon", "--socket", socket_path, *QUICK, *options],
+                output=output,
             )
 
     def wait_for(self) -> DaemonProcess:
@@ -111,9 +114,11 @@ class DaemonProcess:
 
 
 @contextlib.contextmanager
-def daemon_at(socket_path: Path, *options: str, mode: int = 0o700) -> Generator[DaemonProcess]:
+def daemon_at(
+    socket_path: Path, *options: str, mode: int = 0o700, prefix: tuple[str, ...] = ()
+) -> Generator[DaemonProcess]:
     """A daemon that serves; killed at the end."""
-    process = DaemonProcess(socket_path, *options, mode=mode)
+    process = DaemonProcess(socket_path, *options, mode=mode, prefix=prefix)
     try:
         yield process.wait_for()
     finally:
@@ -128,6 +133,7 @@ class Trainer:
         self.arena: Arena | None = None
         """The one that is saved into; earlier ones stay mapped."""
         self._mapped: list[Arena] = []
+        self.pulse: Pulse | None = None
         self.events: list[Outgoing] = []
         self._descriptor: int | None = None
         self._number = 0
@@ -238,6 +244,13 @@ class Trainer:
     def await_idle(self, deadline_seconds: float = DEADLINE_SECONDS) -> None:
         self.ask(AwaitIdle(deadline_seconds=deadline_seconds), Done)
 
+    def watched(self) -> Pulse:
+        """Hand in a pulse, which ends with the session."""
+        self.pulse = Pulse()
+        for part, fd in self.pulse.parts():
+            self.tell(HandWatched(part=part, signal=self.pulse.dump_signal), fd)
+        return self.pulse
+
     def status(self) -> dict[str, Any]:
         return self.ask(GetStatus(), Status).status
 
@@ -317,6 +330,8 @@ class Trainer:
 
     def close(self) -> None:
         self._socket.close()
+        if self.pulse is not None:
+            self.pulse.close()
         for arena in self._mapped:
             arena.close()
         if self._descriptor is not None:

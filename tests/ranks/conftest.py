@@ -100,13 +100,13 @@ class Ranks:
 
         self.each("open", lambda rank: {"rank": rank, "socket": str(places[rank]), **node(rank), **same})
 
-    def group(self, world: int, folder: Path) -> None:
+    def group(self, world: int, folder: Path, **options: float) -> None:
         """Let ranks join a process group, until the test is over."""
         self.world = world
         for rank in range(world):
             self[rank].start()
         store = str(folder / f"store-{uuid.uuid4().hex}")
-        self.each("group", lambda rank: {"store": store, "rank": rank, "world": world})
+        self.each("group", lambda rank: {"store": store, "rank": rank, "world": world, **options})
 
     def __getitem__(self, rank: int) -> Rank:
         return self._workers[rank]

@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
 import traceback
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +31,18 @@ if TYPE_CHECKING:
     Digested = LayoutTraining | RowsTraining | OddTraining | FlatTraining | ZeroOneTraining
 
 IDLE_SECONDS = supply.IDLE_SECONDS
+LOCK = threading.Lock()
+
+
+class Deadlocked(torch.utils.data.Dataset[int]):
+    """Whoever reads it waits for a lock that nobody in its process gives back."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        with LOCK:
+            return index
 
 
 def collectives() -> list[int]:
@@ -43,9 +58,15 @@ class Worker:
         self.training: Training | ParallelTraining | Digested = Training(width=16, layers=2)
         self.saves: dict[int, Save] = {}
 
-    def group(self, store: str, rank: int, world: int) -> dict[str, Any]:
+    def group(self, store: str, rank: int, world: int, timeout_seconds: float = 1800) -> dict[str, Any]:
         """Join a process group."""
-        dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, world),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
         return {}
 
     def ungroup(self) -> dict[str, Any]:
@@ -145,6 +166,38 @@ class Worker:
                 sums[0] += count.calls
                 sums[1] += count.size_bytes
         return {**answer, "counts": counts}
+
+    # Hangs
+
+    def steps(self, count: int) -> dict[str, Any]:
+        """So many steps of a training that does nothing."""
+        assert self.ckpt is not None
+        for step in range(1, count + 1):
+            time.sleep(0.01)
+            self.ckpt.step(step, loss=1.0)
+        return {}
+
+    def meet(self) -> dict[str, Any]:
+        """A collective, which the others may never join."""
+        dist.all_reduce(torch.ones(1))
+        return {}
+
+    def train_together(self, first: int, last: int) -> dict[str, Any]:
+        """Steps with a collective in each, and what became of the saves."""
+        assert self.ckpt is not None
+        for step in range(first, last + 1):
+            self.training.step()
+            dist.all_reduce(torch.ones(1))
+            if (save := self.ckpt.step(step)) is not None:
+                self.saves[step] = save
+        return {"states": {str(step): save.state for step, save in self.saves.items()}}
+
+    def load_from_a_deadlocked_worker(self) -> dict[str, Any]:
+        """A data loader whose worker waits for a lock that was held when it was forked."""
+        with LOCK:
+            for _ in torch.utils.data.DataLoader(Deadlocked(), num_workers=1):
+                pass
+        return {}
 
     def weights(self) -> list[str]:
         if hasattr(self.training, "values"):

@@ -47,6 +47,7 @@ LIMITS = {
     "generation": GENERATION_MAX,
     "rank": RANK_MAX,
     "world": RANK_MAX + 1,
+    "signal": 64,
     "slot": SLOTS_MAX - 1,
     "slots": SLOTS_MAX,
 }
@@ -59,6 +60,8 @@ def values(name: str, kind: Any) -> st.SearchStrategy[Any]:
         return st.integers(low, LIMITS.get(name, INTEGER_MAX if kind.ge is not None else 2**31))
     if isinstance(kind, msgspec.inspect.StrType):
         return texts
+    if isinstance(kind, msgspec.inspect.LiteralType):
+        return st.sampled_from(kind.values)
     if isinstance(kind, msgspec.inspect.BoolType):
         return st.booleans()
     if isinstance(kind, msgspec.inspect.FloatType):

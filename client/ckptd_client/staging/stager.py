@@ -7,6 +7,7 @@ voids the snapshot and names the tensor.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
 from ckptd.errors import SnapshotVoided
+from ckptd.pulse.page import Phase
+from ckptd.pulse.pulse import Pulse
 from ckptd.wire.messages import Filled, Filling, Message, Sealed, Voided
 from ckptd_client.capture import Leaf
 from ckptd_client.save import Save, as_save_error
@@ -65,10 +68,18 @@ class Stager:
     """Copies snapshots of one rank. Used from the training thread, except where a method says otherwise."""
 
     def __init__(
-        self, tell: Callable[[Message], object], *, overlap: bool, check: Check, check_finite: CheckFinite = False
+        self,
+        tell: Callable[[Message], object],
+        *,
+        overlap: bool,
+        check: Check,
+        check_finite: CheckFinite = False,
+        pulse: Pulse | None = None,
     ) -> None:
+        """``pulse``: where it is to be seen that the training waits for a copy."""
         self._tell = tell
         self._check_finite = check_finite
+        self._pulse = pulse
         self._overlap = overlap
         self._check: Check = check
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckptd-copy")
@@ -185,8 +196,9 @@ class Stager:
         if self._witness is not None:
             self._witness.at_fence()
         self._transfers.hold_step()
-        if flight.cargo.on_host and flight.done is not None:
-            flight.done.result()
+        if flight.cargo.on_host and flight.done is not None and not flight.done.done():
+            with contextlib.nullcontext() if self._pulse is None else self._pulse.phase(Phase.SAVE):
+                flight.done.result()
         if self._save is not None:
             self._save.stats.stall_seconds += time.monotonic() - started
         self._flight = self._witness = self._save = None

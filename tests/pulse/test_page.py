@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from ckptd.arena.status import RING_BEATS, STATUS_BYTES, Phase, StatusPage
+from ckptd.pulse.page import RING_BEATS, STATUS_BYTES, Phase, StatusPage
 
 
 def page() -> tuple[memoryview, StatusPage]:
