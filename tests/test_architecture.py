@@ -94,12 +94,13 @@ def test_files_are_small() -> None:
 
 
 def test_functions_are_small() -> None:
+    """Their bodies: what a command or a constructor takes is a table, and may be long."""
     long = [
         f"{_name(path)}: {node.name}"
         for path in _modules(*PACKAGES, "devtools")
         for node in ast.walk(_tree(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (node.end_lineno or 0) - node.lineno >= FUNCTION_LINES_MAX
+        and (node.end_lineno or 0) - node.body[0].lineno >= FUNCTION_LINES_MAX
     ]
     assert long == []
 
