@@ -184,12 +184,6 @@ class ProverEnded(ResourceError):
     retryable = True
 
 
-class BadNodeError(ResourceError):
-    """A preflight found a node that is better left out; the message names it."""
-
-    exit_code = 14
-
-
 class DeadlineExceeded(CkptdError):
     """A bounded wait ran out; the message names what was awaited and who is late."""
 

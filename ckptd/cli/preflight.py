@@ -14,6 +14,8 @@ from ckptd.health.rates import check_clock, check_rate
 from ckptd.health.report import Check, check_of
 from ckptd.limits import MIB
 
+STORE = "store"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -52,6 +54,7 @@ async def _store_checks(url: str, options: Options) -> list[Check]:
     try:
         checks = [check_of(finding, shared=True) for finding in await check_url(url, option, options.wishes)]
         async with opened_backend(url, option) as backend:
-            return [*checks, await check_clock(backend), await check_rate(backend, options.probe_bytes)]
+            checks += [await check_clock(backend), await check_rate(backend, options.probe_bytes)]
+        return [Check(level="ok", subject=STORE, message=f"{backend.url} can be used from here", shared=True), *checks]
     except CkptdError as error:
-        return [Check(level="error", subject="store", message=error.message, hint=error.hint, shared=True)]
+        return [Check(level="error", subject=STORE, message=error.message, hint=error.hint, shared=True)]

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
-from ckptd.errors import BadNodeError, ResourceError
+from ckptd.errors import ResourceError
 from ckptd.health.report import BadNode, Check, Member, Outcome, Pair, Report
 
+BAD_NODE_EXIT = 14
+"""How a preflight ends that names a node."""
 SLOW_FRACTION = 1 / 4
 """Of what is usual among the ranks; what is below is slow. Healthy ones differ by far less, even where they share a
 machine with others."""
 COMPARED_MIN = 3
 """Of two that differ, nobody can say which is the slow one."""
 SKEW_SECONDS_MAX = 5.0
+
+WORSE: tuple[Outcome, ...] = ("well", "absent", "failed")
 
 Reasons = dict[int, list[str]]
 
@@ -36,7 +40,7 @@ def judge(world: int, nodes: Mapping[int, str], members: Sequence[Member]) -> Re
     bad = tuple(_by_node(reasons, nodes))
     return Report(
         world=world,
-        exit_code=BadNodeError.exit_code if bad else ResourceError.exit_code if faults else 0,
+        exit_code=BAD_NODE_EXIT if bad else ResourceError.exit_code if faults else 0,
         bad_nodes=bad,
         faults=tuple(faults),
         warnings=tuple(warnings),
@@ -48,12 +52,11 @@ def judge(world: int, nodes: Mapping[int, str], members: Sequence[Member]) -> Re
 def merged(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
     """One record for each pair: the worse outcome, the lower rate, what both said of the error."""
     found: dict[tuple[int, int], Pair] = {}
-    worse: tuple[Outcome, ...] = ("well", "absent", "failed")
     for pair in pairs:
         before = found.get(pair.ranks, pair)
         found[pair.ranks] = Pair(
             ranks=pair.ranks,
-            outcome=max(before.outcome, pair.outcome, key=worse.index),
+            outcome=max((before.outcome, pair.outcome), key=WORSE.index),
             bytes_per_second=min(before.bytes_per_second, pair.bytes_per_second),
             skew_seconds=max(before.skew_seconds, pair.skew_seconds, key=abs),
             error="; ".join(dict.fromkeys(error for error in (before.error, pair.error) if error)),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptd.cli.preflight_command import print_report
 from ckptd.health.report import Check, Member, Outcome, Pair, Report
 from ckptd.health.tournament import ROUNDS_MAX, rounds
 from ckptd.health.verdict import judge, merged
@@ -24,6 +25,7 @@ def test_every_two_meet_once_and_nobody_is_twice_in_a_round(world: int) -> None:
         assert len(ranks) == len(set(ranks)) >= world - 1 - world % 2
 
 
+@settings(max_examples=15)
 @given(st.integers(10, 3000))
 def test_in_a_large_world_everybody_meets_a_few(world: int) -> None:
     found = rounds(world)
@@ -149,3 +151,23 @@ def test_what_two_ranks_say_of_one_meeting_is_merged() -> None:
         ]
     )
     assert (pair.outcome, pair.bytes_per_second, pair.skew_seconds, pair.error) == ("failed", 0.0, -2.0, "timed out")
+
+
+def test_the_table_names_nodes_ranks_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    failing = Check(level="error", subject="lost", message="it does not answer", place="GPU 3 [uuid]")
+    report = world_of(4, checks={3: failing}, missing={0}, rates={(1, 2): 3 * 2**30})
+    print_report(report)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines[1:5]] == [
+        ["0", "-", "bad"],
+        ["1", "n0", "well"],
+        ["2", "n1", "well"],
+        ["3", "n1", "bad"],
+    ]
+    assert "3.0 GiB/s" in lines[2]
+    assert lines[5:] == [
+        "bad node: n0",
+        "  rank 0: did not answer",
+        "bad node: n1",
+        "  rank 3: GPU 3 [uuid]: it does not answer",
+    ]

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
 
 from ckptd.cli.preflight import Options
 from ckptd.errors import ConfigError, DeadlineExceeded

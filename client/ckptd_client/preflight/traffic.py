@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ckptd.errors import first_line
 from ckptd.health.report import Pair
@@ -40,11 +41,11 @@ def meet(
 ) -> Pair:
     """Send to the other rank of a pair, and receive. ``seconds``: for all of it. What goes wrong is in the answer."""
     deadline = Deadline(seconds)
-    party.say(topic, b"")
+    party.say(topic)
     other = pair[0] if party.rank == pair[1] else pair[1]
     if other in party.silent or not party.wait([f"{topic}/{other}"], deadline.left_seconds):
         return Pair(ranks=pair, outcome="absent", error=f"rank {other} did not come")
-    store = dist.PrefixStore(f"{topic}/group", party.store)
+    store = PrefixStore(f"{topic}/group", party.store)
     try:
         found = exercise(store, pair.index(party.rank), 2, device=device, size_bytes=size_bytes, deadline=deadline)
     except (RuntimeError, ValueError) as error:  # what torch raises, in all its forms
@@ -54,7 +55,7 @@ def meet(
 
 
 def exercise(
-    store: dist.Store, place: int, members: int, *, device: torch.device, size_bytes: int, deadline: Deadline
+    store: Store, place: int, members: int, *, device: torch.device, size_bytes: int, deadline: Deadline
 ) -> Traffic:
     """As member ``place`` of a group of its own. Raises what torch does, and :class:`ValueError` for a wrong sum."""
     span = timedelta(seconds=deadline.left_seconds)
@@ -76,7 +77,7 @@ def exercise(
 
 def _sum(pattern: torch.Tensor, place: int, members: int) -> None:
     mine = pattern * (place + 1)
-    dist.all_reduce(mine)
+    dist.all_reduce(mine)  # pyright: ignore[reportUnknownMemberType]
     # Whole numbers below 2**24: the sum is exact, in whichever order.
     if not torch.equal(mine, pattern * (members * (members + 1) // 2)):
         wrong = int((mine != pattern * (members * (members + 1) // 2)).sum())
@@ -90,7 +91,7 @@ def _skews(members: int, device: torch.device) -> tuple[float, ...]:
         here = torch.tensor([time.time()], dtype=torch.float64, device=device)
         clocks = [torch.zeros_like(here) for _ in range(members)]
         began = time.perf_counter()
-        dist.all_gather(clocks, here)
+        dist.all_gather(clocks, here)  # pyright: ignore[reportUnknownMemberType]
         read = tuple((clock - here).item() for clock in clocks)
         took = time.perf_counter() - began
         if best is None or took < best[0]:
@@ -103,6 +104,9 @@ def _leave() -> None:
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
+    # Groups find each other by a count that torch sets back only when one is destroyed: after one that could not be
+    # made, this rank would look for its next partner, who is well, under another name.
+    dist.distributed_c10d._world.group_count = 0  # pyright: ignore[reportPrivateUsage]
 
 
 def shortened(error: BaseException) -> str:
