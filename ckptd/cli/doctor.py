@@ -19,7 +19,7 @@ from ckptd.daemon.memory import headroom_bytes
 from ckptd.errors import AlreadyExists, CkptdError, NoCheckpoint, first_line
 from ckptd.format.keys import LEASES
 from ckptd.limits import LEASE_SECONDS, MIB, SLOT_SLACK_FRACTION
-from ckptd.storage import Backend, Finding, SelfTesting, normal_url
+from ckptd.storage import Backend, Finding, Level, SelfTesting, normal_url
 from ckptd.wire.messages import GetStatus, Status
 
 FILES_WANTED = 1024
@@ -136,7 +136,7 @@ def _open_files() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= FILES_WANTED:
         return Finding("ok", "open files", f"up to {soft}" if soft != resource.RLIM_INFINITY else "unlimited")
-    level = "error" if soft < FILES_NEEDED else "warning"
+    level: Level = "error" if soft < FILES_NEEDED else "warning"
     return Finding(level, "open files", f"at most {soft} (ulimit -n), and {FILES_WANTED} are wanted", "raise it")
 
 

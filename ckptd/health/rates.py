@@ -10,7 +10,7 @@ from ckptd.errors import CkptdError
 from ckptd.format.keys import LEASES
 from ckptd.health.report import Check
 from ckptd.limits import LEASE_SECONDS, MIB
-from ckptd.storage import Backend
+from ckptd.storage import Backend, Level
 
 SUBJECT = "store rate"
 CLOCK = "clock against the store"
@@ -62,7 +62,7 @@ async def check_clock(backend: Backend) -> Check:
     except CkptdError as error:
         return Check(level="error", subject=CLOCK, message=error.message, hint=error.hint, shared=True)
     skew = max(there - time.time(), 0.0) or min(there - before, 0.0)
-    level = "error" if abs(skew) > LEASE_SECONDS else "warning" if abs(skew) > SKEW_WARNING_SECONDS else "ok"
+    level: Level = "error" if abs(skew) > LEASE_SECONDS else "warning" if abs(skew) > SKEW_WARNING_SECONDS else "ok"
     return Check(
         level=level,
         subject=CLOCK,

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from ckptd.storage import Finding
+from ckptd.storage import Finding, Level
 
 HOST = "host"
 
@@ -17,7 +17,7 @@ Outcome = Literal["well", "failed", "absent"]
 class Check(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that was tried on one rank."""
 
-    level: Literal["ok", "warning", "error"]
+    level: Level
     subject: str
     message: str
     hint: str = ""

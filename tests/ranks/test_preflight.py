@@ -151,31 +151,6 @@ def test_a_rank_without_a_way_to_the_others_is_named(world: World) -> None:
     assert "a sum over" not in ends[1], "it is left out"
 
 
-@pytest.mark.perf
-def test_a_rank_that_hardly_gets_a_processor_is_named(workers: list[Rank]) -> None:
-    for worker in workers:
-        worker.start()
-    world = World(workers)
-    over = threading.Event()
-
-    def starve() -> None:
-        world.store.wait(["ckptd-preflight/0/checked/2"], timedelta(seconds=60))
-        while not over.wait(0.01):
-            world.ranks[2].signal(signal.SIGSTOP)
-            over.wait(0.3)
-            world.ranks[2].signal(signal.SIGCONT)
-
-    starving = threading.Thread(target=starve)
-    starving.start()
-    try:
-        code, report = world.examine(pair_seconds=60.0, traffic_bytes=4 * MIB)
-    finally:
-        over.set()
-        starving.join()
-    assert (code, list(bad(report))) == (BAD, ["node2"])
-    assert "slow with all it met" in bad(report)["node2"][0]
-
-
 def test_limits_and_a_store_of_one_node_are_its_own(world: World, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     files = limit(world.ranks[1], resource.RLIMIT_NOFILE, 200)
