@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ckptd.cli.doctor import Wishes, check_host
+from ckptd.cli.doctor import Wishes, check_host, check_root
 from ckptd.cli.doctor_command import check_url
 from ckptd.cli.options import opened_backend
 from ckptd.errors import CkptdError
@@ -53,7 +53,8 @@ async def _store_checks(url: str, options: Options) -> list[Check]:
     option = list(options.storage_options)
     try:
         checks = [check_of(finding, shared=True) for finding in await check_url(url, option, options.wishes)]
-        async with opened_backend(url, option) as backend:
+        there, _ = check_root(url)  # a trial makes no folder for the run
+        async with opened_backend(there, option) as backend:
             checks += [await check_clock(backend), await check_rate(backend, options.probe_bytes)]
         return [Check(level="ok", subject=STORE, message=f"{backend.url} can be used from here", shared=True), *checks]
     except CkptdError as error:
