@@ -71,9 +71,7 @@ def daemon(
     hang_grace: Annotated[
         float, typer.Option(help="Seconds from the report of a hang to the end, if wanted.", min=0.0)
     ] = HANG_GRACE_SECONDS,
-    health_every: Annotated[
-        float, typer.Option(help="Seconds between looks at this machine and its GPUs; 0: never.", min=0.0)
-    ] = HEALTH_SECONDS,
+    health_every: Annotated[float, typer.Option(help="Seconds between looks at the machine.", min=0)] = HEALTH_SECONDS,
     log_file: Annotated[Path | None, typer.Option(help="Else to standard error.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="For journals; else beside the socket.")] = None,
 ) -> None:
