@@ -53,6 +53,13 @@ OFFERS_MAX = 256
 SEND_QUEUE_MAX = 1024
 """Messages that wait for a client that does not read; then it is disconnected."""
 
+# Health
+
+HEALTH_SECONDS = 10.0
+"""How often a daemon looks at its machine."""
+SIGHTINGS_MAX = 64
+"""Things noticed about a machine that are kept, the newest."""
+
 # Tiers
 
 TIERS_MAX = 8

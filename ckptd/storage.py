@@ -132,11 +132,14 @@ class Backend(Protocol):
         ...
 
 
+Level = Literal["ok", "warning", "error"]
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that a self-test learned about a store."""
+    """One thing that a check learned, about a store or a machine."""
 
-    level: Literal["ok", "warning", "error"]
+    level: Level
     subject: str
     """What was tried, in a few words: ``conditional put``, ``clock``, ``route`` …"""
     message: str

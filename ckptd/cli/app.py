@@ -7,7 +7,14 @@ from typing import Annotated
 import typer
 
 from ckptd import __version__
-from ckptd.cli import daemon_commands, doctor_command, plan_command, prune_commands, storage_commands
+from ckptd.cli import (
+    daemon_commands,
+    doctor_command,
+    plan_command,
+    preflight_command,
+    prune_commands,
+    storage_commands,
+)
 from ckptd.daemon.command import daemon
 
 app = typer.Typer(
@@ -30,6 +37,7 @@ app.command("pin")(prune_commands.pin)
 app.command("unpin")(prune_commands.unpin)
 app.command("plan")(plan_command.plan)
 app.command("doctor")(doctor_command.doctor)
+app.command("preflight")(preflight_command.preflight)
 
 
 @app.callback(invoke_without_command=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated, Any
 
 import typer
@@ -60,6 +61,7 @@ def print_status(status: dict[str, Any]) -> None:
             why = made["error"] or f"{made['failed']} checkpoints could not be deleted"
             out.print(f"retention at {made['tier']}: {why}", style="red")
     _print_watch(status["watch"])
+    _print_findings(status.get("health"))
     for url, version in status["committed"].items():
         out.print(f"newest commit: {version} of {url}")
     for failure in status["failures"]:
@@ -67,6 +69,14 @@ def print_status(status: dict[str, Any]) -> None:
             f"failed: {failure['version']} rank {failure['rank']} while {failure['stage']}: {failure['error']}",
             style="red",
         )
+
+
+def _print_findings(health: dict[str, Any] | None) -> None:
+    """What the daemon noticed about its machine; a daemon of an older release tells nothing."""
+    for seen in health["findings"]["listed"] if health else ():
+        ago = time.time() - seen["last_unix_seconds"]
+        text = f"{seen['place']}: {seen['subject']}: {seen['message']} ({seen['times']} times, last {ago:.0f} s ago)"
+        console().print(text, style="red" if seen["level"] == "error" else "yellow")
 
 
 def _print_saves(saves: list[dict[str, Any]]) -> None:

@@ -18,11 +18,14 @@ from ckptd.cli.output import counted, size
 from ckptd.daemon.memory import headroom_bytes
 from ckptd.errors import AlreadyExists, CkptdError, NoCheckpoint, first_line
 from ckptd.format.keys import LEASES
-from ckptd.limits import LEASE_SECONDS, SLOT_SLACK_FRACTION
-from ckptd.storage import Backend, Finding, SelfTesting, normal_url
+from ckptd.limits import LEASE_SECONDS, MIB, SLOT_SLACK_FRACTION
+from ckptd.storage import Backend, Finding, Level, SelfTesting, normal_url
 from ckptd.wire.messages import GetStatus, Status
 
 FILES_WANTED = 1024
+FILES_NEEDED = 256
+"""Fewer are used up by the sockets of a few ranks."""
+MEMFD_BYTES = MIB
 SKEW_WARNING_SECONDS = 5.0
 PROBE = b"ckptd doctor probe\n" * 64
 DAEMON_SECONDS = 5.0
@@ -48,7 +51,12 @@ class Wishes:
 
 def check_machine(wishes: Wishes, socket: Path) -> list[Finding]:
     """Memory, limits of processes, the daemon. Changes nothing."""
-    return [_memory(wishes), _locked_memory(wishes), _open_files(), _memfd(), _daemon(socket)]
+    return [*check_host(wishes), _daemon(socket)]
+
+
+def check_host(wishes: Wishes) -> list[Finding]:
+    """Memory and limits of processes. Changes nothing."""
+    return [_memory(wishes), _locked_memory(wishes), _open_files(), _memfd()]
 
 
 async def check_store(backend: Backend, probed: Backend, wishes: Wishes) -> list[Finding]:
@@ -128,14 +136,22 @@ def _open_files() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= FILES_WANTED:
         return Finding("ok", "open files", f"up to {soft}" if soft != resource.RLIM_INFINITY else "unlimited")
-    return Finding("warning", "open files", f"at most {soft} (ulimit -n), and {FILES_WANTED} are wanted", "raise it")
+    level: Level = "error" if soft < FILES_NEEDED else "warning"
+    return Finding(level, "open files", f"at most {soft} (ulimit -n), and {FILES_WANTED} are wanted", "raise it")
 
 
 def _memfd() -> Finding:
     try:
-        os.close(os.memfd_create("ckptd-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        made = os.memfd_create("ckptd-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (OSError, AttributeError) as error:
         return Finding("error", "shared memory", f"memfd_create does not work here: {error}", "Linux 3.17 or newer")
+    try:
+        os.posix_fallocate(made, 0, MEMFD_BYTES)
+    except OSError as error:
+        text = f"{size(MEMFD_BYTES)} of it cannot be had: {error.strerror}"
+        return Finding("error", "shared memory", text, "look at ulimit -f and the cgroup's memory.max")
+    finally:
+        os.close(made)
     return Finding("ok", "shared memory", "memfd, with seals; no mount such as /dev/shm is needed")
 
 

@@ -36,7 +36,7 @@ def doctor(
     )
     findings = check_machine(wishes, socket or default_socket())
     if url is not None:
-        findings += run(_check(url, option, wishes), as_json=json)
+        findings += run(check_url(url, option, wishes), as_json=json)
     if json:
         emit([{"level": f.level, "subject": f.subject, "message": f.message, "hint": f.hint} for f in findings])
     else:
@@ -46,7 +46,8 @@ def doctor(
         raise typer.Exit(ResourceError.exit_code)
 
 
-async def _check(url: str, option: list[str] | None, wishes: Wishes) -> list[Finding]:
+async def check_url(url: str, option: list[str] | None, wishes: Wishes) -> list[Finding]:
+    """What there is to find about the store at a URL."""
     there, findings = check_root(url)
     async with contextlib.AsyncExitStack() as stack:
         backend = await stack.enter_async_context(opened_backend(url, option))

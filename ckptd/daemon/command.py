@@ -18,6 +18,7 @@ from ckptd.limits import (
     HANG_FLOOR_SECONDS,
     HANG_GRACE_SECONDS,
     HANG_SAVE_SECONDS,
+    HEALTH_SECONDS,
     IDLE_EXIT_SECONDS,
     MIB,
     RETENTION_GRACE_SECONDS,
@@ -70,6 +71,7 @@ def daemon(
     hang_grace: Annotated[
         float, typer.Option(help="Seconds from the report of a hang to the end, if wanted.", min=0.0)
     ] = HANG_GRACE_SECONDS,
+    health_every: Annotated[float, typer.Option(help="Seconds between looks at the machine.", min=0)] = HEALTH_SECONDS,
     log_file: Annotated[Path | None, typer.Option(help="Else to standard error.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="For journals; else beside the socket.")] = None,
 ) -> None:
@@ -97,6 +99,7 @@ def daemon(
             factor=hang_factor,
             grace_seconds=hang_grace,
         ),
+        health_seconds=health_every,
         log_file=log_file,
         state_dir=state_dir,
     )

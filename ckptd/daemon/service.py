@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 from ckptd.daemon.arenas import Arenas
@@ -22,11 +23,14 @@ from ckptd.daemon.tasks import Tasks
 from ckptd.daemon.verifying import Verifying
 from ckptd.daemon.watch.watchdog import Watchdog
 from ckptd.errors import DaemonError, DeadlineExceeded, RunInUse
+from ckptd.health.monitor import Monitor
 from ckptd.limits import COPY_READS_AT_ONCE, VERIFY_READS_AT_ONCE
 from ckptd.storage import Limits
 from ckptd.wire.messages import Failed
 
 log = logging.getLogger(__name__)
+
+LOCAL = "file://"
 
 
 class Service:
@@ -61,6 +65,7 @@ class Service:
         )
         self.saves = Saves(self.tasks, commits, tally, self.replication, self.arenas)
         self.watch = Watchdog(settings.watch, settings.state_path, self._works_for, self.tasks)
+        self.monitor = Monitor(settings.health_seconds)
         self.ending = asyncio.Event()
         """Set when the daemon is to end, its work being done."""
 
@@ -133,6 +138,8 @@ class Service:
                 del self.seats[owner.seat]
         used = [backend for owner in self._owners for backend in owner.backends]
         await self.stores.close_others([*used, *self.replication.retiring.backends, *self.verifying.backends])
+        roots = (backend.url for backend in used if backend.url.startswith(LOCAL))
+        self.monitor.watch([self.settings.state_path, *(Path(root.removeprefix(LOCAL)) for root in roots)])
 
     # The end
 
@@ -159,6 +166,7 @@ class Service:
         """Let go of everything."""
         for session in list(self.sessions):
             session.close()
+        self.monitor.close()
         await self.tasks.cancel()
         self.watch.close()
         self.saves.close()

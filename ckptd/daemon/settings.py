@@ -9,6 +9,7 @@ from ckptd.daemon.watch.rules import WatchRules
 from ckptd.limits import (
     COMMIT_SECONDS,
     COMMIT_TAKEOVER_SECONDS,
+    HEALTH_SECONDS,
     RETENTION_GRACE_SECONDS,
     VERIFY_BYTES_PER_SECOND,
     VERIFY_DELAY_SECONDS,
@@ -49,6 +50,8 @@ class Settings:
     """After a commit, before it is read again."""
     watch: WatchRules = field(default_factory=WatchRules)
     """What counts as a hang, and what is done about one."""
+    health_seconds: float = HEALTH_SECONDS
+    """How often the machine and its GPUs are looked at; 0: never."""
     log_file: Path | None = None
     """``None``: to standard error."""
     state_dir: Path | None = None

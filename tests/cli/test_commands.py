@@ -428,7 +428,9 @@ def test_storage_options() -> None:
 def test_help_and_version() -> None:
     assert ckptd("--version").stdout.strip()
     text = ckptd("--help").stdout
-    assert all(name in text for name in ("serve", "status", "ls", "show", "verify", "export", "drain", "doctor"))
+    assert all(
+        name in text for name in ("serve", "status", "ls", "show", "verify", "export", "drain", "doctor", "preflight")
+    )
     assert "13 the newest is damaged" in ckptd("verify", "--help").stdout
 
 

@@ -69,6 +69,30 @@ class Worker:
         )
         return {}
 
+    def preflight(
+        self, port: int, rank: int, world: int, node: str, environment: dict[str, str] | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """Take part in a preflight, by the store at a port. Returns the exit code, and the report where this rank is
+        the one that shows it."""
+        import msgspec
+
+        from ckptd.cli.doctor import Wishes
+        from ckptd.cli.preflight import Options
+        from ckptd.health.report import Report
+        from ckptd_client.preflight import program
+
+        launcher = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        launcher |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "CKPTD_NODE": node, **(environment or {})}
+        shown: list[Report] = []
+        before = dict(os.environ)
+        os.environ.update({name: str(value) for name, value in launcher.items()})
+        try:
+            code = program.run(Options(wishes=Wishes(None, 1, 2, 5), **options), shown.append)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        return {"code": code, "shown": [msgspec.to_builtins(report) for report in shown]}
+
     def ungroup(self) -> dict[str, Any]:
         """Leave it, and everything that was built on it."""
         self.close()
