@@ -16,7 +16,7 @@ from ckptd.checkpoint.selectors import spoken
 from ckptd.errors import NoCheckpoint, StorageError, first_line
 from ckptd.format.keys import Version, manifest_key, tombstone_key
 from ckptd.limits import LEASE_SECONDS
-from ckptd.storage import Backend
+from ckptd.storage import Backend, settle
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class Holding:
             raise NoCheckpoint(f"{self._backend.url}: {spoken(version)} is being deleted")
         if not await exists(self._backend, manifest_key(version)):
             raise NoCheckpoint(f"{self._backend.url}: {spoken(version)} is not committed")
+        await settle(self._backend, manifest_key(version))  # its writer may have died before that was durable
 
     async def _renew(self) -> None:
         while True:

@@ -20,7 +20,6 @@ from ckptd.errors import (
     NotFound,
     StorageError,
     Superseded,
-    UnsupportedFormat,
     first_line,
 )
 from ckptd.format.keys import MARKS, Version, checkpoint_prefix, manifest_key, parse_version, tombstone_key
@@ -95,10 +94,14 @@ class _Pass:
             await self._check_actor()
         # Whoever puts a manifest does not refer to what is announced: that would fail the save that is under way.
         new = [version for version in due if version in reasons and version not in found.announced]
-        for version, holder in (await self._leased(new, leases.reference_stem)).items():
-            self.outcome.waiting[version] = f"{spoken(version)} is held by {holder}"
-            due.remove(version)
-        for version in [version for version in new if version in due]:
+        try:
+            held = await self._leased(new, leases.reference_stem)
+        except (StorageError, FormatError, ExceptionGroup) as error:
+            self.outcome.failed.update(dict.fromkeys(new, _why(error)))
+            return [version for version in due if version not in new]
+        self.outcome.waiting.update({version: f"{spoken(version)} is held by {who}" for version, who in held.items()})
+        due = [version for version in due if version not in held]
+        for version in [version for version in new if version not in held]:
             tombstone = Tombstone(reason=reasons[version], version=str(version))
             try:
                 with contextlib.suppress(AlreadyExists):  # announced meanwhile, or by a put whose answer was lost
@@ -117,8 +120,8 @@ class _Pass:
             # put the manifest before, so leases are asked for before manifests are.
             users = await self._leased(batch, leases.reader_stem, leases.reference_stem)
             found = await self.survey.look()
-        except (StorageError, UnsupportedFormat) as error:
-            self.outcome.failed.update(dict.fromkeys(batch, first_line(error)))
+        except (StorageError, FormatError, ExceptionGroup) as error:
+            self.outcome.failed.update(dict.fromkeys(batch, _why(error)))
             return
         for version in batch:
             try:

@@ -276,8 +276,12 @@ class Commit:
 
     async def _put_manifest(self, manifest: Manifest) -> None:
         """While whatever it refers to is held, as whoever wrote its receipts may have died since."""
+        needed = [parse_version(name) for name in manifest.references]
+        if self.checkpoint.exchange is not None:
+            # A new disk lacks what ranks of other nodes refer to on theirs.
+            needed = [version for version in needed if await exists(self.checkpoint.backend, manifest_key(version))]
         try:
-            holding = await Holding.of(self.checkpoint.backend, map(parse_version, manifest.references))
+            holding = await Holding.of(self.checkpoint.backend, needed)
         except NoCheckpoint as error:
             raise SaveError(f"{self.checkpoint} needs bytes of a checkpoint that has gone: {error.message}") from None
         try:

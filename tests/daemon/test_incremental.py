@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 from collections.abc import Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -335,3 +336,37 @@ def test_a_further_tier_refers_to_what_it_has_itself(daemon: DaemonProcess, tmp_
         assert found.references == (() if number == 0 else (str(copied[0]),))
         if number:
             assert stored_bytes(far, version) == HEADER + len(trained(version.step))
+
+
+def test_each_disk_of_a_node_refers_to_what_it_holds(socket_path: Path, tmp_path: Path) -> None:
+    """One disk is lost, so its rank stores everything again; the other's goes on as before, and all of it is copied."""
+    shared = f"file://{tmp_path / 'shared'}"
+    members = [
+        Member(f"file://{tmp_path / f'disk{rank}'}", far_url=shared, world=2, shared=False, rank=rank)
+        for rank in range(2)
+    ]
+    wait_for = run_folder(shared) / "manifests"
+    parent: Parent | None = None
+    for generation in (1, 2):
+        life = [
+            replace(one, generation=generation, parent=parent, launch=f"launch#{generation - 1}") for one in members
+        ]
+        with contextlib.ExitStack() as stack:
+            sessions: list[Trainer] = []
+            for member in life:
+                socket = socket_path.with_name(f"{generation}{member.rank}.sock")
+                sessions.append(stack.enter_context(trains(stack.enter_context(daemon_at(socket)), member)))
+            version = Version(generation, generation)
+            for session in sessions:
+                session.put(content(session.member, version.step, parts_of(version.step)))
+            for session in sessions:
+                assert isinstance(session.outcome(version.step), Committed)
+            wait_until((wait_for / f"{version}.json").exists, "the copy", deadline_seconds=20)
+        if generation == 1:
+            shutil.rmtree(run_folder(members[1].url))
+            parent = Parent(generation=1, step=1)
+    assert proof(members[0].url, version, 0, 2).references
+    assert not proof(members[1].url, version, 1, 2).references
+    for rank in range(2):
+        assert proof(shared, version, rank, 2).references
+    check_restores(shared, version, parts_of(2))

@@ -184,9 +184,7 @@ def test_r121_shards_have_their_digests_and_open_with_safetensors(root: Path) ->
                 assert data == opened[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
                 assert elsewhere or start == piece.at
             else:
-                ((other, extent),) = [
-                    item for item in elsewhere if 0 <= piece.at - item[1].start < item[1].bytes
-                ]
+                ((other, extent),) = [item for item in elsewhere if 0 <= piece.at - item[1].start < item[1].bytes]
                 start = extent.at + piece.at - extent.start
                 data = other[start : start + piece.bytes]
             assert len(data) == piece.bytes
