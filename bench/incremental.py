@@ -68,7 +68,7 @@ def main() -> None:
     print("| | first save, MB | each later one, MB | all of 6, MB | durable, s: median (all) |")
     print("| --- | --: | --: | --: | --: |")
     for incremental in (False, True):
-        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        with tempfile.TemporaryDirectory(dir=args.folder, ignore_cleanup_errors=True) as folder:
             first, later, all_of_it, seconds = measure(Path(folder) / "run", width, incremental=incremental)
         each = " ".join(f"{one:.2f}" for one in sorted(seconds))
         name = "`incremental=True`" if incremental else "`incremental=False`"

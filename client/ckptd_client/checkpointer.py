@@ -93,9 +93,7 @@ class Checkpointer:
     of names; a step that has any is marked unhealthy, and not restored while there is a healthy one. ``verify_load``:
     ``module:function``; of each ``verify_load_every`` commits the daemon has one loaded by it, in a process of its own,
     as ``function(url, checkpoint, storage_options)``; one for which it raises is marked suspect.
-
-    ``incremental``: what is unchanged since an older committed checkpoint, such as frozen layers, is not stored again
-    but referred to, where that is a good part of it; the older one stays as long as it is needed.
+    ``incremental``: what is unchanged since an older checkpoint is not stored again; that one stays while it is needed.
     """
 
     def __init__(
