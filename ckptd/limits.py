@@ -36,6 +36,13 @@ BLOCK_BYTES_WRITTEN = 128 * KIB
 """The blocks of shards written now. Either end of a range that is read costs up to a block, so short ones are better;
 at 64 KiB xxhash keeps the GIL, and digesting would hold up the daemon's loop."""
 
+# Incremental saves
+
+REFERENCED_SHARE_MIN = 0.25
+"""An older shard is referred to only where at least so much of it is needed: all of its checkpoint stays for that."""
+BASES_KEPT_BYTES = 256 * MIB
+"""Of receipts that a daemon keeps to compare the next saves with; beyond, they are read again."""
+
 # Shared memory
 
 SLOTS_MAX = 16

@@ -26,6 +26,8 @@ LONGER_THAN_USUAL = {
     "client/ckptd_client/checkpointer.py": "the one class of the API, and half of it is its contracts",
     "client/ckptd_client/capture/state.py": "how the whole state is captured and restored stands side by side",
     "client/ckptd_client/capture/module.py": "how a module is walked, named and loaded has to be read together",
+    "ckptd/daemon/commit.py": "a commit is one story, from the receipts to the manifest",
+    "ckptd/daemon/link.py": "how a tier is led and how it is followed stands side by side",
     "ckptd/wire/messages.py": "all messages stand side by side",
     "ckptd/format/records.py": "the records of the format stand side by side, as in its specification",
 }

@@ -83,7 +83,12 @@ class HeldLease:
 
 
 async def take(
-    backend: Backend, stem: str, *, purpose: Literal["writer", "reader"], holder: str, version: Version | None = None
+    backend: Backend,
+    stem: str,
+    *,
+    purpose: Literal["writer", "reader", "reference"],
+    holder: str,
+    version: Version | None = None,
 ) -> HeldLease:
     """A new lease, known to others on return. Raises :class:`StorageError`."""
     record = Lease(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 
-from ckptd.errors import FormatError, IntegrityError, TooLarge
+from ckptd.errors import FormatError, IntegrityError, NotFound, TooLarge
 from ckptd.format.keys import LEASES
 from ckptd.format.records import AnyRecord, decode
 from ckptd.limits import SMALL_RECORD_BYTES_MAX
@@ -46,6 +46,15 @@ def decode_at(where: str, data: bytes | memoryview, kind: type[AnyRecord]) -> An
         return decode(data, kind)
     except FormatError as error:
         raise type(error)(f"{where}: {error.message}", hint=error.hint or DAMAGED) from None
+
+
+async def exists(backend: Backend, key: str) -> bool:
+    """Whether an object is there. Raises :class:`StorageError` where the store cannot tell."""
+    try:
+        await backend.head(key)
+    except NotFound:
+        return False
+    return True
 
 
 async def store_clock(backend: Backend) -> float:

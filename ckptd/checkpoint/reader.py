@@ -40,6 +40,7 @@ from ckptd.format.records import (
     Manifest,
     TensorEntry,
 )
+from ckptd.format.references import Stretch
 from ckptd.limits import MIB
 
 WINDOWS_IN_FLIGHT_MAX = 16
@@ -186,15 +187,17 @@ class CheckpointReader:
     # Bytes
 
     async def read_shard(self, rank: int, out: memoryview, *, on_bytes: OnBytes | None = None) -> None:
-        """A rank's whole shard, every block verified. ``out``: exactly its size, see ``receipt(rank)``."""
-        await self.read(rank, 0, (await self._shard(rank)).size_bytes, out, on_bytes=on_bytes)
+        """A rank's whole shard, every block verified, with the pieces that it refers to in their places. ``out``:
+        exactly its size, from ``start`` to ``stop`` of :meth:`shard`."""
+        shard = await self._shard(rank)
+        await self.read(rank, shard.start, shard.stop, out, on_bytes=on_bytes)
 
     async def read(self, rank: int, start: int, stop: int, out: memoryview, *, on_bytes: OnBytes | None = None) -> None:
-        """The bytes ``[start, stop)`` of a rank's shard into ``out``, of exactly that size. Whole digest blocks are
-        read and verified, in parallel."""
+        """The bytes ``[start, stop)`` of a rank's shard, as its layout counts them and wherever they are stored, into
+        ``out``, of exactly that size. Whole digest blocks are read and verified, in parallel."""
         shard = await self._shard(rank)
-        if not 0 <= start <= stop <= shard.size_bytes:
-            raise UsageError(f"bytes {start} to {stop} of a shard of {shard.size_bytes} bytes")
+        if not shard.start <= start <= stop <= shard.stop:
+            raise UsageError(f"bytes {start} to {stop} of a shard of {shard.stop} bytes")
         if out.readonly or not out.c_contiguous or out.nbytes != stop - start:
             raise UsageError(f"{stop - start} bytes need writable, contiguous memory of that size, not {out.nbytes}")
         if start == stop:
@@ -226,7 +229,7 @@ class CheckpointReader:
             if on_bytes is not None:
                 on_bytes(size)
 
-        await each(shard.windows(0, shard.size_bytes), self._width, one)
+        await each(shard.windows(shard.start, shard.stop), self._width, one)
 
     async def _fill(self, shard: ShardMap, window: tuple[int, int], target: memoryview) -> None:
         """Read the blocks of a window into ``target``, of exactly their size, and verify them. What differs is read
@@ -234,24 +237,27 @@ class CheckpointReader:
         if self._lease is not None:
             with contextlib.suppress(StorageError):  # what is deleted then shows as missing
                 await self._lease.keep()
-        key = shard.records.receipt.shard.key
-        if (bad := await self._first_bad_block(shard, window, target)) is not None:
-            _log.warning("%s differs from its digest: reading again", place(self._backend, key))
-            bad = await self._first_bad_block(shard, window, target)
+        stretch = shard.stretch(shard.starts[window[0]])
+        if (bad := await self._first_bad_block(shard, stretch, window, target)) is not None:
+            _log.warning("%s differs from its digest: reading again", place(self._backend, stretch.key))
+            bad = await self._first_bad_block(shard, stretch, window, target)
         if bad is not None:
             first, last = shard.starts[bad], shard.starts[bad + 1]
-            lies = shard.what_lies_at(first, last)
-            raise self._damaged(key, f"bytes {first} to {last}, {lies}, differ from their digest")
+            lies, moved = shard.what_lies_at(first, last), stretch.at - stretch.start
+            what = f"bytes {first + moved} to {last + moved}, {lies}, differ from their digest"
+            raise self._damaged(stretch.key, what)
 
-    async def _first_bad_block(self, shard: ShardMap, window: tuple[int, int], target: memoryview) -> int | None:
-        key = shard.records.receipt.shard.key
+    async def _first_bad_block(
+        self, shard: ShardMap, stretch: Stretch, window: tuple[int, int], target: memoryview
+    ) -> int | None:
+        key, moved = stretch.key, stretch.at - stretch.start
         async with self._gate:
             try:
-                await self._backend.read_into(key, target, offset=shard.starts[window[0]])
+                await self._backend.read_into(key, target, offset=shard.starts[window[0]] + moved)
             except NotFound:
                 raise self._damaged(key, "is missing, though the manifest promises it") from None
             except ShortRead as error:
-                promise = f"the receipt promises {shard.size_bytes} bytes"
+                promise = f"the receipt promises {shard.object_bytes(key)} bytes"
                 raise self._damaged(key, f"ends early: {error.message}; {promise}") from error
             return await in_thread(shard.first_bad_block, window, target)
 

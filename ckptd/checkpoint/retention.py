@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -12,9 +12,17 @@ from ckptd.checkpoint import leases
 from ckptd.checkpoint.keep import Keep
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.selectors import spoken
-from ckptd.checkpoint.survey import Found, Held, Survey, order
-from ckptd.errors import AlreadyExists, FormatError, IntegrityError, NotFound, StorageError, Superseded, first_line
-from ckptd.format.keys import MARKS, Version, checkpoint_prefix, manifest_key, tombstone_key
+from ckptd.checkpoint.survey import Found, Held, Known, Survey, order
+from ckptd.errors import (
+    AlreadyExists,
+    FormatError,
+    IntegrityError,
+    NotFound,
+    StorageError,
+    Superseded,
+    first_line,
+)
+from ckptd.format.keys import MARKS, Version, checkpoint_prefix, manifest_key, parse_version, tombstone_key
 from ckptd.format.records import Tombstone, encode
 from ckptd.limits import RETENTION_GRACE_SECONDS, TOMBSTONE_SECONDS
 from ckptd.storage import settle
@@ -33,7 +41,7 @@ class Outcome:
     deleted: list[Version] = field(default_factory=list[Version])
     """Orphans among them."""
     waiting: dict[Version, str] = field(default_factory=dict[Version, str])
-    """Announced, but somebody reads it: the next pass tries again."""
+    """Announced, but somebody reads it or needs bytes of it: the next pass tries again."""
     failed: dict[Version, str] = field(default_factory=dict[Version, str])
     """The store refused or did not answer: the next pass tries again."""
 
@@ -44,18 +52,19 @@ async def apply(
     *,
     generation: int,
     held: Held | None = None,
+    known: Known | None = None,
     grace_seconds: float = RETENTION_GRACE_SECONDS,
 ) -> Outcome:
     """One pass, to be made after a commit: finish what an earlier pass left half deleted, then delete what the plan
     says, and orphans.
 
     Each deletion is announced by a tombstone. After ``grace_seconds``, and again for each few of them, everything is
-    asked anew: the plan still says so, ``generation`` is still the newest, nobody holds a lease. The manifest goes
-    first, so that the checkpoint ceases to exist at one moment; then its data and marks; the tombstone after
-    :data:`TOMBSTONE_SECONDS`. Failures are collected, never raised, but for :class:`Superseded`, and
-    :class:`StorageError` where not even the plan can be made.
+    asked anew: the plan still says so, ``generation`` is still the newest, nobody holds a lease. What refers to others
+    goes before them. The manifest goes first, so that the checkpoint ceases to exist at one moment; then its data and
+    marks; the tombstone after :data:`TOMBSTONE_SECONDS`. Failures are collected, never raised, but for
+    :class:`Superseded`, and :class:`StorageError` where not even the plan can be made.
     """
-    this = _Pass(Survey(run, keep, held), generation)
+    this = _Pass(Survey(run, keep, held, known), generation)
     found = await this.survey.look()
     this.outcome.kept = len(found.plan.keep)
     due = await this.announce(found)
@@ -75,14 +84,24 @@ class _Pass:
         self._run = survey.run
 
     async def announce(self, found: Found) -> list[Version]:
-        """Returns what is due to go, oldest first."""
+        """Returns what is due to go, oldest first; but before all what refers to others, newest first."""
         reasons = {**found.orphans, **found.plan.delete}
         half_deleted = found.announced.keys() & (found.uncommitted.keys() | found.marked) - found.committed
         no_longer = found.announced.keys() & found.plan.keep.keys()
         due = sorted({*reasons, *half_deleted, *no_longer}, key=order)
+        due = [v for v in reversed(due) if v in found.references] + [v for v in due if v not in found.references]
         if due:
             await self._check_actor()
-        for version in [version for version in due if version in reasons and version not in found.announced]:
+        # Whoever puts a manifest does not refer to what is announced: that would fail the save that is under way.
+        new = [version for version in due if version in reasons and version not in found.announced]
+        try:
+            held = await self._leased(new, leases.reference_stem)
+        except (StorageError, FormatError, ExceptionGroup) as error:
+            self.outcome.failed.update(dict.fromkeys(new, _why(error)))
+            return [version for version in due if version not in new]
+        self.outcome.waiting.update({version: f"{spoken(version)} is held by {who}" for version, who in held.items()})
+        due = [version for version in due if version not in held]
+        for version in [version for version in new if version not in held]:
             tombstone = Tombstone(reason=reasons[version], version=str(version))
             try:
                 with contextlib.suppress(AlreadyExists):  # announced meanwhile, or by a put whose answer was lost
@@ -96,19 +115,27 @@ class _Pass:
         """Of what was announced, what is still to go."""
         await self._check_actor()
         try:
+            # Announced first and asked afterwards, while who reads or refers takes a lease first and looks for the
+            # tombstone afterwards: one of the two sees the other. And whoever gives a lease to a reference back has
+            # put the manifest before, so leases are asked for before manifests are.
+            users = await self._leased(batch, leases.reader_stem, leases.reference_stem)
             found = await self.survey.look()
-        except StorageError as error:
-            self.outcome.failed.update(dict.fromkeys(batch, first_line(error)))
+        except (StorageError, FormatError, ExceptionGroup) as error:
+            self.outcome.failed.update(dict.fromkeys(batch, _why(error)))
             return
         for version in batch:
             try:
                 if version not in found.committed:
                     await self._delete_data(version)
                     self.outcome.deleted.append(version)
-                elif version in found.plan.delete or not await self._is_whole(version):
-                    await self._delete_committed(version)
-                else:
+                elif version not in found.plan.delete and await self._is_whole(version):
                     await self._delete([tombstone_key(version)])  # no longer to go: pinned meanwhile, say
+                elif version in users:
+                    self.outcome.waiting[version] = f"{spoken(version)} is read by {users[version]}"
+                elif (user := self._needed_by(version, found)) is not None:
+                    self.outcome.waiting[version] = f"{spoken(user)} needs bytes of it, and is still there"
+                else:
+                    await self._delete_committed(version)
             except (StorageError, FormatError, IntegrityError, ExceptionGroup) as error:
                 self.outcome.failed[version] = _why(error)
 
@@ -120,14 +147,18 @@ class _Pass:
                 "nothing more"
             )
 
+    async def _leased(self, versions: Sequence[Version], *stems: Callable[[Version], str]) -> dict[Version, str]:
+        """On which of them somebody holds a lease, and who."""
+        wanted = [stem(version) for version in versions for stem in stems]
+        found = (await leases.live(self._run.backend, *wanted)).values() if wanted else ()
+        return {parse_version(lease.version): lease.holder for lease in found if lease.version is not None}
+
+    def _needed_by(self, version: Version, found: Found) -> Version | None:
+        """A checkpoint that refers to this one's bytes, and has not gone itself."""
+        there = found.committed.difference(self.outcome.deleted)
+        return next((user for user, needed in found.references.items() if version in needed and user in there), None)
+
     async def _delete_committed(self, version: Version) -> None:
-        # Announced first and asked afterwards, while readers take their lease first and look for the tombstone
-        # afterwards: one of the two sees the other.
-        stems = leases.reader_stem(version), leases.reference_stem(version)
-        users = await leases.live(self._run.backend, *stems)
-        if users:
-            self.outcome.waiting[version] = f"{spoken(version)} is read by {next(iter(users.values())).holder}"
-            return
         await self._delete([manifest_key(version)])
         await self._delete_data(version)
         self.outcome.deleted.append(version)

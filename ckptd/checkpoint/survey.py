@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ckptd.checkpoint.concurrency import each
 from ckptd.checkpoint.keep import Facts, Keep, Plan, plan
 from ckptd.checkpoint.objects import store_clock
 from ckptd.checkpoint.run import RECORDS_IN_FLIGHT, Run
-from ckptd.errors import FormatError, IntegrityError, NoCheckpoint, StorageError
+from ckptd.errors import FormatError, IntegrityError, NoCheckpoint, StorageError, UnsupportedFormat
 from ckptd.format.keys import CHECKPOINTS, GENERATIONS, MANIFESTS, TOMBSTONES, Version, parse_version
 from ckptd.limits import ORPHAN_SECONDS
 
@@ -31,18 +31,64 @@ class Found:
     marked: frozenset[Version]
     announced: Mapping[Version, float]
     """Checkpoints whose deletion has begun, and when it was announced, by the store's clock."""
+    references: Mapping[Version, Collection[Version]]
+    """Checkpoint → the others whose bytes it needs."""
     now_seconds: float
     """The time, by the store's clock."""
 
 
-class Survey:
-    """Of one tier of a run. Remembers the metrics of what it has seen, as they never change."""
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What a manifest says that matters here."""
 
-    def __init__(self, run: Run, keep: Keep, held: Held | None = None) -> None:
+    metrics: Mapping[str, float | None]
+    references: frozenset[Version]
+
+
+class Known:
+    """What the manifests at one root say. They never change, so each is read once."""
+
+    def __init__(self) -> None:
+        self._said: dict[Version, _Said] = {}
+
+    async def read(self, run: Run, committed: Set[Version]) -> None:
+        """Learn what these say, and forget the others. One that is damaged says nothing, and `verify` reports it; of
+        one of a later format it cannot be told what it needs, so that raises :class:`UnsupportedFormat`."""
+        self._said = {version: said for version, said in self._said.items() if version in committed}
+
+        async def one(version: Version) -> None:
+            try:
+                found = await run.manifest(version)
+                said = _Said(found.metrics, frozenset(map(parse_version, found.references)))
+            except UnsupportedFormat:
+                raise
+            except NoCheckpoint:
+                return
+            except (FormatError, IntegrityError):
+                said = _Said({}, frozenset())
+            self._said[version] = said
+
+        await each(sorted(committed - self._said.keys()), RECORDS_IN_FLIGHT, one)
+
+    @property
+    def metrics(self) -> dict[Version, Mapping[str, float | None]]:
+        """What the training reported."""
+        return {version: said.metrics for version, said in self._said.items()}
+
+    @property
+    def references(self) -> dict[Version, frozenset[Version]]:
+        """Checkpoint → the others whose bytes it needs, of those that need any."""
+        return {version: said.references for version, said in self._said.items() if said.references}
+
+
+class Survey:
+    """Of one tier of a run."""
+
+    def __init__(self, run: Run, keep: Keep, held: Held | None = None, known: Known | None = None) -> None:
         self.run = run
         self.keep = keep
         self._held = held
-        self._metrics: dict[Version, Mapping[str, float | None]] = {}
+        self._known = known or Known()
 
     async def look(self) -> Found:
         """What there is now, and what is to become of it. Raises :class:`StorageError` where the store cannot tell."""
@@ -53,6 +99,7 @@ class Survey:
         standings = await self.run.standings()
         line = [version for version in await self.run.line() if version in committed]
         uncommitted = {version: at for version, at in written.items() if version not in committed}
+        await self._known.read(self.run, committed.keys())
         now_seconds = max(committed.values(), default=0.0)
         if uncommitted or announced or len(line) < len(committed):
             now_seconds = await self._clock() or now_seconds
@@ -61,7 +108,8 @@ class Survey:
             beside=await self._beside(line, committed, now_seconds),
             standings=standings,
             committed_seconds=committed,
-            metrics=await self._metrics_of(line) if self.keep.best is not None else {},
+            metrics=self._known.metrics,
+            references=self._known.references,
             held=self._held(line) if self._held is not None else {},
         )
         return Found(
@@ -71,6 +119,7 @@ class Survey:
             orphans=orphans(uncommitted, committed, now_seconds),
             marked=frozenset(standings),
             announced=announced,
+            references=self._known.references,
             now_seconds=now_seconds,
         )
 
@@ -107,15 +156,6 @@ class Survey:
             # Committed late, by a generation that had already been left: counts from then.
             left[version] = max(0.0, now_seconds - max(min(times, default=now_seconds), committed[version]))
         return left
-
-    async def _metrics_of(self, line: Sequence[Version]) -> Mapping[Version, Mapping[str, float | None]]:
-        async def read(version: Version) -> None:
-            # A manifest that cannot be read says nothing for its checkpoint; `verify` reports it.
-            with contextlib.suppress(FormatError, IntegrityError, NoCheckpoint):
-                self._metrics[version] = (await self.run.manifest(version)).metrics
-
-        await each([version for version in line if version not in self._metrics], RECORDS_IN_FLIGHT, read)
-        return self._metrics
 
 
 def orphans(

@@ -14,13 +14,14 @@ from ckptd.checkpoint.reader import CheckpointReader
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.selectors import spoken
 from ckptd.checkpoint.trial import Tried
-from ckptd.errors import CoverageError, FormatError, IntegrityError, NoCheckpoint, NotFound
+from ckptd.errors import CoverageError, FormatError, IntegrityError, NoCheckpoint, NotFound, StateError
 from ckptd.format.cover import pieces_in_file_order
 from ckptd.format.dtypes import stored_as
 from ckptd.format.keys import Version, generation_key
-from ckptd.format.names import piece_name
 from ckptd.format.proof import Commit
-from ckptd.format.records import Layout, Manifest, encode
+from ckptd.format.records import Layout, Manifest, ShardProof, encode
+from ckptd.format.references import header_bytes, referenced_bytes
+from ckptd.format.remainder import remainder
 from ckptd.format.shard import read_header
 from ckptd.storage import Finding
 
@@ -109,7 +110,7 @@ async def verify(
         nonlocal done
         done += size
         if on_progress is not None:
-            on_progress(done, reader.manifest.bytes)
+            on_progress(done, reader.manifest.held_bytes)
 
     async with reader:
         await findings.collect("generation", _check_generation(run, reader.manifest))
@@ -179,28 +180,31 @@ async def _check_generation(run: Run, manifest: Manifest) -> str:
 
 async def _check_rank(reader: CheckpointReader, rank: int, on_bytes: Callable[[int], None]) -> str:
     receipt, _, layout = await reader.receipt(rank)
-    where = place(reader.run.backend, receipt.shard.key)
+    shard, mapped = receipt.shard, await reader.shard(rank)
     await reader.check_shard(rank, on_bytes=on_bytes)
-    found = await reader.run.backend.head(receipt.shard.key)
-    if found.size_bytes != receipt.shard.bytes:
-        raise damaged(where, f"has {found.size_bytes} bytes, and its receipt promises {receipt.shard.bytes}")
-    header = memoryview(bytearray(layout.header_bytes))
-    await reader.read(rank, 0, layout.header_bytes, header)
-    if read_header(header) != _header_of(layout):
+    for key, size in [(shard.key, shard.bytes), *((reference.key, reference.bytes) for reference in shard.references)]:
+        found = await reader.run.backend.head(key)
+        if found.size_bytes != size:
+            where = place(reader.run.backend, key)
+            raise damaged(where, f"has {found.size_bytes} bytes, and its receipt promises {size}")
+    header = memoryview(bytearray(layout.header_bytes - mapped.start))
+    await reader.read(rank, mapped.start, layout.header_bytes, header)
+    if read_header(header) != _header_of(layout, shard):
+        where = place(reader.run.backend, shard.key)
         raise damaged(where, "has a safetensors header that is not what its receipt says")
-    return f"{receipt.shard.bytes} bytes, {len(pieces_in_file_order(layout))} pieces"
+    elsewhere = referenced_bytes(shard)
+    of_others = f", and {elsewhere} in other checkpoints" if elsewhere else ""
+    return f"{shard.bytes} bytes{of_others}, {len(pieces_in_file_order(layout))} pieces"
 
 
-def _header_of(layout: Layout) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+def _header_of(layout: Layout, shard: ShardProof) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
     """What the header of a shard with this layout says; see :func:`ckptd.format.shard.read_header`."""
-    header: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
-    for entry in layout.tensors:
-        for number, piece in enumerate(entry.pieces):
-            shape = entry.shape
-            if piece.box is not None:
-                shape = piece.box.lengths
-            elif piece.span is not None:
-                shape = (piece.span.stop - piece.span.start,)
-            name = piece_name(entry.name, number, len(entry.pieces))
-            header[name] = (*stored_as(entry.dtype, shape), piece.at, piece.at + piece.bytes)
-    return header
+    try:
+        left = remainder(layout, shard.references)
+    except StateError as error:
+        raise CoverageError(error.message) from None
+    longer = header_bytes(layout, shard) - len(left.header)
+    return {
+        stored.name: (*stored_as(stored.dtype, stored.shape), at + longer, at + longer + piece.bytes)
+        for (piece, stored), at in zip(left.pieces, left.offsets, strict=True)
+    }

@@ -21,7 +21,8 @@ from ckptd.checkpoint.verify import verify as verify_checkpoint
 from ckptd.cli.options import Json, Step, StorageOption, Url, holder, opened_run, parse_storage_options
 from ckptd.cli.output import ByteProgress, console, counted, emit, guarded, run, size, table
 from ckptd.errors import CkptdError, IntegrityError, NoCheckpoint, StorageError, first_line
-from ckptd.format.keys import Version
+from ckptd.format.keys import Version, parse_version
+from ckptd.format.records import Manifest
 from ckptd.limits import TRIAL_SECONDS
 
 OptionalStep = Annotated[
@@ -44,12 +45,13 @@ def ls(url: Url, option: StorageOption = None, json: Json = False) -> None:
     if json:
         emit([_listed(item) for item in found])
         return
-    made = table("checkpoint", "saved", "size", "ranks", "metrics", "", right=("size", "ranks"))
+    made = table("checkpoint", "saved", "size", "stored", "ranks", "metrics", "", right=("size", "stored", "ranks"))
     for item in found:
         manifest = item.manifest
         made.add_row(
             spoken(item.version),
             _saved(item.modified_seconds),
+            size(manifest.held_bytes) if manifest else "",
             size(manifest.bytes) if manifest else "",
             str(manifest.world) if manifest else "",
             _metrics(manifest.metrics) if manifest else "",
@@ -194,7 +196,9 @@ def _listed(item: Listed) -> dict[str, Any]:
         "committed": item.committed,
         "on_line": item.on_line,
         "modified_unix_seconds": item.modified_seconds,
-        "bytes": manifest and manifest.bytes,
+        "bytes": manifest and manifest.held_bytes,
+        "stored_bytes": manifest and manifest.bytes,
+        "needs": [spoken(parse_version(name)) for name in manifest.references] if manifest else [],
         "world": manifest and manifest.world,
         "metrics": manifest and manifest.metrics,
         "notes": list(item.notes),
@@ -211,7 +215,9 @@ def _shown(shown: Shown) -> dict[str, Any]:
         "parent": manifest.parent and spoken(manifest.parent.version),
         "launch": manifest.launch,
         "world": manifest.world,
-        "bytes": manifest.bytes,
+        "bytes": manifest.held_bytes,
+        "stored_bytes": manifest.bytes,
+        "needs": [spoken(parse_version(name)) for name in manifest.references],
         "parts": list(manifest.parts),
         "metrics": manifest.metrics,
         "marks": [{"mark": mark.mark, "by": mark.by, "reason": mark.reason} for mark in shown.marks],
@@ -244,7 +250,8 @@ def _print_shown(shown: Shown, tensors_max: int | None) -> None:
         ("parts", " ".join(manifest.parts)),
         ("metrics", _metrics(manifest.metrics)),
         ("marks", ", ".join(f"{mark.mark} by {mark.by}" for mark in shown.marks)),
-        ("size", f"{size(manifest.bytes)} by {counted(manifest.world, 'rank')}"),
+        ("size", f"{size(manifest.held_bytes)} by {counted(manifest.world, 'rank')}"),
+        ("stored", _stored(manifest)),
     ):
         facts.add_row(name, value)
     out.print(facts)
@@ -256,6 +263,13 @@ def _print_shown(shown: Shown, tensors_max: int | None) -> None:
     out.print(made)
     if tensors_max is not None and len(shown.tensors) > tensors_max:
         out.print(f"and {len(shown.tensors) - tensors_max} more; see them with --all")
+
+
+def _stored(manifest: Manifest) -> str:
+    if not manifest.references:
+        return "all of it"
+    needed = ", ".join(spoken(parse_version(name)) for name in manifest.references)
+    return f"{size(manifest.bytes)}, and {size(manifest.referenced_bytes)} in {needed}"
 
 
 def _verified(item: Verification) -> dict[str, Any]:

@@ -15,14 +15,25 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 from ckptd.checkpoint.concurrency import each
+from ckptd.checkpoint.holding import Holding
+from ckptd.checkpoint.objects import exists
 from ckptd.daemon.fencing import check_run
 from ckptd.daemon.proving import Proving
 from ckptd.daemon.receipts import SKIPPED_BYTES_MAX, put_first, put_same, put_skipped, skip_reason
 from ckptd.daemon.tier import Checkpoint
-from ckptd.errors import DeadlineExceeded, IntegrityError, NotFound, SaveError, SaveSkipped, Unavailable, first_line
-from ckptd.format.keys import RUN, manifest_key, mark_key, receipt_key, tombstone_key
+from ckptd.errors import (
+    DeadlineExceeded,
+    IntegrityError,
+    NoCheckpoint,
+    NotFound,
+    SaveError,
+    SaveSkipped,
+    Unavailable,
+    first_line,
+)
+from ckptd.format.keys import RUN, manifest_key, mark_key, parse_version, receipt_key, tombstone_key
 from ckptd.format.proof import Commit as Proved
-from ckptd.format.records import Mark, encode
+from ckptd.format.records import Manifest, Mark, encode
 from ckptd.limits import RECEIPT_BYTES_MAX
 from ckptd.storage import Backend, settle
 
@@ -126,7 +137,7 @@ class Commit:
             with _asked_again_later():
                 if await self._is_committed():
                     return True
-                if await _exists(checkpoint.backend, tombstone_key(checkpoint.version)):
+                if await exists(checkpoint.backend, tombstone_key(checkpoint.version)):
                     raise SaveError(f"{checkpoint} is being deleted")
                 if self.leads:
                     return False
@@ -163,7 +174,7 @@ class Commit:
     async def _is_committed(self) -> bool:
         """Whether the manifest is there; then it is durable too, whoever put it and has perhaps died of it."""
         backend, key = self.checkpoint.backend, manifest_key(self.checkpoint.version)
-        if not await _exists(backend, key):
+        if not await exists(backend, key):
             return False
         await settle(backend, key)
         return True
@@ -258,18 +269,25 @@ class Commit:
                 by="save", mark="pinned", reason="asked for when it was saved", version=str(commit.manifest.version)
             )
             await put_same(backend, mark_key(commit.manifest.version, "pinned", "save"), encode(mark))
-        if await _exists(backend, tombstone_key(self.checkpoint.version)):
+        if await exists(backend, tombstone_key(self.checkpoint.version)):
             raise SaveError(f"{self.checkpoint} is being deleted: it was not committed for too long")
-        await put_same(backend, manifest_key(self.checkpoint.version), encode(commit.manifest))
+        await self._put_manifest(commit.manifest)
         log.info("committed %s, %d bytes", self.checkpoint, commit.manifest.bytes)
 
-
-async def _exists(backend: Backend, key: str) -> bool:
-    try:
-        await backend.head(key)
-    except NotFound:
-        return False
-    return True
+    async def _put_manifest(self, manifest: Manifest) -> None:
+        """While whatever it refers to is held, as whoever wrote its receipts may have died since."""
+        needed = [parse_version(name) for name in manifest.references]
+        if self.checkpoint.exchange is not None:
+            # A new disk lacks what ranks of other nodes refer to on theirs.
+            needed = [version for version in needed if await exists(self.checkpoint.backend, manifest_key(version))]
+        try:
+            holding = await Holding.of(self.checkpoint.backend, needed)
+        except NoCheckpoint as error:
+            raise SaveError(f"{self.checkpoint} needs bytes of a checkpoint that has gone: {error.message}") from None
+        try:
+            await put_same(self.checkpoint.backend, manifest_key(self.checkpoint.version), encode(manifest))
+        finally:
+            await holding.release()
 
 
 @contextlib.contextmanager

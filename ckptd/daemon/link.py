@@ -21,9 +21,10 @@ from ckptd.checkpoint.reader import CheckpointReader
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.survey import order
 from ckptd.checkpoint.tiers import TierRuns, copy_health, copy_identity
+from ckptd.daemon.bases import Bases
 from ckptd.daemon.chosen import announce, announced
 from ckptd.daemon.commits import Commits
-from ckptd.daemon.copying import copy_shard
+from ckptd.daemon.copies import Copies
 from ckptd.daemon.owner import Owner
 from ckptd.daemon.tier import Checkpoint, Tier
 from ckptd.errors import (
@@ -59,7 +60,12 @@ class Link:
     cancellation; nothing that fails here is anybody else's failure."""
 
     def __init__(
-        self, number: int, commits: Commits, on_copied: Callable[[Owner, Tier, str, Version], None], on_failed: OnFailed
+        self,
+        number: int,
+        commits: Commits,
+        bases: Bases,
+        on_copied: Callable[[Owner, Tier, str, Version], None],
+        on_failed: OnFailed,
     ) -> None:
         self.number = number
         self.members: dict[int, Owner] = {}
@@ -78,6 +84,8 @@ class Link:
         self.error = ""
         self.news_seconds = time.monotonic()
         self._commits = commits
+        self._bases = bases
+        self._copies: Copies | None = None
         self._on_copied = on_copied
         self._on_failed = on_failed
         self._refused: dict[Version, str] = {}
@@ -145,6 +153,7 @@ class Link:
                 pause_seconds = again_seconds
             finally:
                 self.version = None
+                await self._end_copies()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_seconds):
                     await self._news.wait()
@@ -244,11 +253,12 @@ class Link:
             world = reader.manifest.world
             checkpoint = self._checkpoint(run, version, world)
             ranks = [rank for rank in range(world) if rank % self.owner.world in self.members]
+            bases = self._bases if self.owner.incremental else None
+            copies = self._copies = Copies(reader, self.target.backend, bases, self._expect, self._advance)
 
             async def copy(rank: int) -> tuple[int, bytes]:
                 try:
-                    self.bytes += (await reader.receipt(rank)).receipt.shard.bytes
-                    return rank, await copy_shard(reader, rank, self.target.backend, self._advance)
+                    return rank, await copies.bring(rank)
                 except _UNFIT as error:
                     await self._commits.skip(checkpoint, rank, first_line(error))
                     raise
@@ -258,6 +268,14 @@ class Link:
 
     def _checkpoint(self, run: Run, version: Version, world: int) -> Checkpoint:
         return Checkpoint(self.target.backend, version, world, run.id, self.owner.exchange(self.target))
+
+    def _expect(self, size: int) -> None:
+        self.bytes += size
+
+    async def _end_copies(self) -> None:
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            await copies.release()
 
     def _advance(self, size: int) -> None:
         self.bytes_done += size
@@ -269,6 +287,8 @@ class Link:
             self.behind_since = None
         self.news_seconds = time.monotonic()
         log.info("copied %s to %s", version, self.target.backend.url)
+        if self._copies is not None:
+            self._copies.committed()
         self._on_copied(self.owner, self.target, run.id, version)
 
     def _look_at(self, line: Sequence[Version], here: set[Version], there: set[Version]) -> None:

@@ -94,6 +94,8 @@ class Owner:
     """What really loads a checkpoint of this run, for a trial."""
     load_every: int = 1
     """Of so many commits, one is loaded."""
+    incremental: bool = True
+    """What is unchanged since an older checkpoint is referred to and not stored again."""
     send: Callable[[Outgoing], None] = field(repr=False)
     connected: bool = True
     hung_up: bool = False

@@ -12,6 +12,7 @@ from functools import partial
 from ckptd.arena import SlotState
 from ckptd.checkpoint.concurrency import in_thread
 from ckptd.daemon.arenas import Arenas
+from ckptd.daemon.bases import Base, Bases, refer, still_likely
 from ckptd.daemon.commits import Commits
 from ckptd.daemon.owner import Owner
 from ckptd.daemon.replication import Replication
@@ -41,6 +42,7 @@ class Pipeline:
         tally: Tally,
         lost: Callable[[str, str, Version, int], str | None],
         arenas: Arenas,
+        bases: Bases,
     ) -> None:
         """``lost``: run, launch, version and rank → why its receipt cannot come any more."""
         self._commits = commits
@@ -48,6 +50,7 @@ class Pipeline:
         self._tally = tally
         self._lost = lost
         self._arenas = arenas
+        self._bases = bases
         self._threads = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="ckptd-digest")
 
     def close(self) -> None:
@@ -57,6 +60,12 @@ class Pipeline:
     async def run(self, save: Save) -> None:
         """Never raises: the outcome is an event to whoever owns the arena by then, and in the tally."""
         try:
+            await self._run(save)
+        finally:
+            await save.referred.release()
+
+    async def _run(self, save: Save) -> None:
+        try:
             commit = await self._make_durable(save)
             save.stage = "commit"
             began = time.monotonic()
@@ -64,6 +73,8 @@ class Pipeline:
         except Exception as error:
             await self._fail(save, error)
             return
+        if save.durable is not None and save.owner.incremental:
+            self._bases.committed(save.owner.seat.url, *save.durable, likely=save.likely)
         self._tally.counts["committed"] += 1
         self._tally.committed[save.owner.seat.url] = save.version
         if not save.owner.dead:
@@ -95,6 +106,7 @@ class Pipeline:
             "queue_seconds": began - save.began_seconds,
             "write_seconds": time.monotonic() - began,
             "bytes": fill.record.shard_bytes,
+            "referenced_bytes": save.referred.bytes,
             "path": path_taken,
         }
         at = SlotRef(arena=held.arena.id, slot=fill.slot, ticket=fill.record.ticket)
@@ -111,9 +123,12 @@ class Pipeline:
             if receipt is None:
                 if save.resumed:
                     raise SaveError(f"the receipt of {snapshot.version} is no longer at {tier.backend.url}")
-                uploaded = await upload(tier.backend, contents, source, save.owner)
+                base = await self._compare(save, contents, source)
+                uploaded = await upload(tier.backend, contents, source, save.owner, save.referred.references)
                 receipt, path_taken = uploaded.receipt, uploaded.path_taken
-            save.stored = True
+                if base is not None:
+                    save.likely = await still_likely(base, save.referred, contents.described(source.blocks))
+            save.durable = snapshot, receipt
         finally:
             await source.release()
         exchange = save.owner.exchange(tier)
@@ -124,6 +139,17 @@ class Pipeline:
             resumed=save.adopted,
         )
         return path_taken, commit
+
+    async def _compare(self, save: Save, contents: Contents, source: SlotSource) -> Base | None:
+        """Find out what need not be stored again. Where that is unlikely, writing does not wait for it."""
+        if not save.owner.incremental:
+            return None
+        base = await self._bases.find(save.owner.nearest.backend, contents.snapshot)
+        if base is not None and base.likely:
+            await source.digested()
+            save.referred = await refer(save.owner.nearest.backend, base, contents.described(source.blocks))
+            self._tally.counts["referenced_bytes"] += save.referred.bytes
+        return base
 
     async def _fail(self, save: Save, error: Exception) -> None:
         fill, owner, stage = save.fill, save.fill.held.owner, save.stage

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from ckptd.checkpoint.unchanged import described
 from ckptd.daemon.fencing import check_run
 from ckptd.errors import (
     AlreadyExists,
@@ -59,7 +60,7 @@ async def put_receipt(backend: Backend, key: str, receipt: Receipt) -> bytes:
     if found == data:
         return data
     other = receipt_in(found, key)
-    if other.shard.digest != receipt.shard.digest or bytes(other.snapshot) != bytes(receipt.snapshot):
+    if bytes(other.snapshot) != bytes(receipt.snapshot) or described(other) != described(receipt):
         raise SaveError(f"{key} is the receipt of another snapshot of this step", hint="a step is saved once")
     if other.shard.attempt != receipt.shard.attempt:
         try:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from ckptd.daemon.bases import Bases
 from ckptd.daemon.commits import Commits
 from ckptd.daemon.link import Link
 from ckptd.daemon.owner import Owner
@@ -33,10 +34,12 @@ class Replication:
         tally: Tally,
         spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
         verifying: Verifying,
+        bases: Bases,
         grace_seconds: float,
     ) -> None:
         """``grace_seconds``: of retention."""
         self._verifying = verifying
+        self._bases = bases
         self._commits = commits
         self._tally = tally
         self._spawn = spawn
@@ -64,7 +67,7 @@ class Replication:
         key = owner.seat.url, number
         found = self._links.get(key)
         if found is None:
-            link = Link(number, self._commits, self._copied, self._failed)
+            link = Link(number, self._commits, self._bases, self._copied, self._failed)
             link.join(owner)
             found = self._links[key] = link, self._spawn(link.run(), f"copies of {owner.seat.url} to tier {number}")
         elif found[0].members.get(owner.seat.rank) is not owner:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ckptd.checkpoint.retention import Outcome, apply
 from ckptd.checkpoint.run import Run
+from ckptd.checkpoint.survey import Known
 from ckptd.daemon.exchange import clear_exchange
 from ckptd.daemon.owner import Owner
 from ckptd.daemon.save import Tally
@@ -62,6 +63,8 @@ class Retiring:
     ) -> None:
         self.passes: OrderedDict[str, Pass] = OrderedDict()
         """URL → the last one."""
+        self._known: OrderedDict[tuple[str, str], Known] = OrderedDict()
+        """URL and run → what its manifests say."""
         self._spawn = spawn
         self._holds = holds
         self._tally = tally
@@ -105,6 +108,7 @@ class Retiring:
                 wanted.tier.keep,
                 generation=wanted.version.generation,
                 held=partial(self._holds, url),
+                known=self._known_of(url, run.id),
                 grace_seconds=self._grace_seconds,
             )
             if wanted.exchange is not None:
@@ -122,6 +126,12 @@ class Retiring:
             self._failed(wanted, outcome.failed)
             for version, reason in outcome.waiting.items():
                 log.warning("retention at %s: %s stays for now: %s", url, version, reason)
+
+    def _known_of(self, url: str, run: str) -> Known:
+        known = self._known[url, run] = self._known.pop((url, run), None) or Known()
+        while len(self._known) > PASSES_KEPT:
+            self._known.popitem(last=False)
+        return known
 
     def _keep(self, url: str, made: Pass) -> None:
         self.passes[url] = made

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptd.arena import SlotState
+from ckptd.daemon.bases import Referred
 from ckptd.daemon.fill import Fill
 from ckptd.daemon.owner import Owner, Seat
 from ckptd.daemon.source import SlotSource
 from ckptd.format.keys import Version
+from ckptd.format.records import Snapshot
 
 FAILURES_KEPT = 16
 
@@ -31,15 +33,24 @@ class Save:
     stage: Stage = "queue"
     run: str = ""
     """The run's id, once it has been read from the snapshot."""
-    stored: bool = False
-    """The nearest tier has shard and receipt."""
+    durable: tuple[Snapshot, bytes] | None = None
+    """The snapshot and its receipt, once that is stored."""
     began_seconds: float = field(default_factory=time.monotonic)
     source: SlotSource | None = None
+    referred: Referred = field(default_factory=Referred)
+    """What of it is not stored, as another checkpoint has it."""
+    likely: bool = True
+    """Something of the next one may well be unchanged."""
     task: asyncio.Task[None] | None = None
 
     @property
     def version(self) -> Version:
         return self.fill.record.version
+
+    @property
+    def stored(self) -> bool:
+        """The nearest tier has shard and receipt."""
+        return self.durable is not None
 
     @property
     def resumed(self) -> bool:

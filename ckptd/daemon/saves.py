@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ckptd.arena import SlotState
 from ckptd.daemon.arenas import Arenas, HeldArena
+from ckptd.daemon.bases import Bases
 from ckptd.daemon.commits import Commits
 from ckptd.daemon.fill import Fill
 from ckptd.daemon.owner import Owner, Seat
@@ -31,14 +32,22 @@ ENDED_KEPT = 4096
 class Saves:
     """All saves of one daemon."""
 
-    def __init__(self, tasks: Tasks, commits: Commits, tally: Tally, replication: Replication, arenas: Arenas) -> None:
+    def __init__(
+        self,
+        tasks: Tasks,
+        commits: Commits,
+        tally: Tally,
+        replication: Replication,
+        arenas: Arenas,
+        bases: Bases,
+    ) -> None:
         self.draining = False
         """Living trainers' new snapshots stay in their slots, for the next daemon."""
         self.tally = tally
         self._tasks = tasks
         self._commits = commits
         self._replication = replication
-        self._pipeline = Pipeline(commits, replication, self.tally, self.lost, arenas)
+        self._pipeline = Pipeline(commits, replication, self.tally, self.lost, arenas, bases)
         self._under_way: set[Save] = set()
         self._resuming: dict[asyncio.Task[None], Owner] = {}
         self._ended: dict[tuple[Seat, str], str] = {}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptd.daemon.arenas import Arenas
+from ckptd.daemon.bases import Bases
 from ckptd.daemon.commit import Patience
 from ckptd.daemon.commits import Commits
 from ckptd.daemon.owner import Owner, Seat
@@ -60,10 +61,11 @@ class Service:
         self.verifying = Verifying(
             self.tasks.spawn, tally, settings.verify_delay_seconds, enabled=settings.verify_bytes_per_second is not None
         )
+        bases = Bases()
         self.replication = Replication(
-            commits, tally, self.tasks.spawn, self.verifying, settings.retention_grace_seconds
+            commits, tally, self.tasks.spawn, self.verifying, bases, settings.retention_grace_seconds
         )
-        self.saves = Saves(self.tasks, commits, tally, self.replication, self.arenas)
+        self.saves = Saves(self.tasks, commits, tally, self.replication, self.arenas, bases)
         self.watch = Watchdog(settings.watch, settings.state_path, self._works_for, self.tasks)
         self.monitor = Monitor(settings.health_seconds)
         self.ending = asyncio.Event()

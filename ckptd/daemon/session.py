@@ -196,6 +196,7 @@ class Session:
                 send=self.connection.send,
                 loader=self._loader(hello),
                 load_every=hello.load_every,
+                incremental=hello.incremental,
             )
             self.service.seat(owner, takeover=hello.takeover)
         except Exception:

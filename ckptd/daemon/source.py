@@ -11,8 +11,16 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple
 
+from ckptd.checkpoint.concurrency import each, in_thread
 from ckptd.daemon.fill import Fill
 from ckptd.format.digests import digest
+from ckptd.limits import MIB
+
+DIGESTED_AT_ONCE_BYTES = 32 * MIB
+"""Of a shard that is still being filled; so that digesting keeps up with it."""
+DIGESTS_AT_ONCE = 4
+COPIED_AT_ONCE_BYTES = MIB
+"""A tenth of a millisecond, for which the loop has to wait."""
 
 
 class Blocks(NamedTuple):
@@ -59,8 +67,36 @@ class SlotSource:
         await self._fill.final(stop)
         await self._digest(bisect_right(self._stops, start), bisect_right(self._stops, stop))
         self._fill.check()
-        self.sent_bytes = min(self.sent_bytes + stop - start, len(self._view))
+        self._advance(stop - start)
+
+    def _advance(self, size: int) -> None:
+        self.sent_bytes = min(self.sent_bytes + size, len(self._view))
         self.progress_seconds = time.monotonic()
+
+    async def digested(self) -> None:
+        """Digest everything, as it becomes final, and return when it is sealed and digested. Raises
+        :class:`ckptd.errors.SnapshotVoided`."""
+
+        async def one(start: int) -> None:
+            stop = min(start + DIGESTED_AT_ONCE_BYTES, len(self._view))
+            await self._fill.final(stop)
+            await self._digest(bisect_right(self._stops, start), bisect_right(self._stops, stop))
+
+        await each(range(0, len(self._view), DIGESTED_AT_ONCE_BYTES), DIGESTS_AT_ONCE, one)
+        await self.complete()
+
+    async def copy(self, parts: Sequence[tuple[int, memoryview]]) -> None:
+        """Copy bytes of the sealed shard: from each place as many as the memory beside it takes. Raises
+        :class:`ckptd.errors.SnapshotVoided`."""
+        await in_thread(self._copy, parts)
+        self._fill.check()
+        self._advance(sum(len(out) for _, out in parts))
+
+    def _copy(self, parts: Sequence[tuple[int, memoryview]]) -> None:
+        for start, out in parts:
+            for at in range(0, len(out), COPIED_AT_ONCE_BYTES):
+                stop = min(at + COPIED_AT_ONCE_BYTES, len(out))
+                out[at:stop] = self._view[start + at : start + stop]
 
     async def complete(self) -> None:
         """Waits for the seal, and for all digests. Raises :class:`ckptd.errors.SnapshotVoided`."""

@@ -6,12 +6,15 @@ import asyncio
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 
 from ckptd.checkpoint.objects import token
+from ckptd.checkpoint.unchanged import Described
+from ckptd.daemon.assembled import AssembledSource
 from ckptd.daemon.fencing import check_generation, check_run
 from ckptd.daemon.fill import Fill
 from ckptd.daemon.owner import Owner
@@ -25,12 +28,13 @@ from ckptd.errors import (
     first_line,
 )
 from ckptd.format.cover import check_layout, held_bytes, resident_start, residents_in_slot_order
-from ckptd.format.digests import digest, hex_digest
+from ckptd.format.digests import DIGEST_BYTES, digest, hex_digest
 from ckptd.format.keys import receipt_key, shard_key
-from ckptd.format.records import Receipt, ShardProof, Snapshot, decode, decode_layout
-from ckptd.format.shard import block_bounds, cut_in_blocks
+from ckptd.format.records import Receipt, Reference, ShardProof, Snapshot, decode, decode_layout
+from ckptd.format.remainder import Remainder, remainder, runs_within
+from ckptd.format.shard import block_bounds, block_count, cut_in_blocks, header_digests
 from ckptd.limits import BLOCK_BYTES_WRITTEN, RECEIPT_BYTES_MAX
-from ckptd.storage import Backend, settle
+from ckptd.storage import Backend, ObjectInfo, settle
 
 LAYOUTS_KEPT = 64
 """Of as many ranks of a node; 16 bytes a digest block each."""
@@ -44,12 +48,20 @@ class Contents:
 
     doc: bytes
     snapshot: Snapshot
+    header_bytes: int
+    """Of the shard."""
     blocks: Blocks
     """Those of resident pieces only where they are to be compared with what their owners write."""
 
     @property
     def receipt_key(self) -> str:
         return receipt_key(self.snapshot.version, self.snapshot.rank, self.snapshot.world)
+
+    def described(self, blocks: bytes) -> Described:
+        """``blocks``: the digests of the shard's blocks."""
+        header_blocks = block_count(self.header_bytes, BLOCK_BYTES_WRITTEN)
+        digests = blocks[header_blocks * DIGEST_BYTES :]
+        return Described(self.snapshot.version, bytes(self.snapshot.layout), digests, BLOCK_BYTES_WRITTEN)
 
 
 def read_contents(fill: Fill, owner: Owner) -> Contents:
@@ -67,7 +79,7 @@ def read_contents(fill: Fill, owner: Owner) -> Contents:
         raise FormatError(f"a shard of {record.shard_bytes} bytes is described as {extent.shard_bytes}")
     if extent.held_bytes != max(record.held_bytes, record.shard_bytes):
         raise FormatError(f"a snapshot of {record.held_bytes} bytes is described as {extent.held_bytes}")
-    return Contents(doc, snapshot, extent.blocks)
+    return Contents(doc, snapshot, extent.header_bytes, extent.blocks)
 
 
 class _Extent(NamedTuple):
@@ -75,6 +87,7 @@ class _Extent(NamedTuple):
 
     shard_bytes: int
     held_bytes: int
+    header_bytes: int
     blocks: Blocks
 
 
@@ -113,7 +126,7 @@ def _extent(raw: msgspec.Raw, *, check_replicas: bool) -> _Extent:
         block_bounds(layout.header_bytes, sizes, BLOCK_BYTES_WRITTEN),
         cut_in_blocks(resident_start(layout), resident_sizes, BLOCK_BYTES_WRITTEN),
     )
-    return _Extent(layout.shard_bytes, held_bytes(layout), blocks)
+    return _Extent(layout.shard_bytes, held_bytes(layout), layout.header_bytes, blocks)
 
 
 async def existing_receipt(backend: Backend, contents: Contents) -> bytes | None:
@@ -137,8 +150,12 @@ class Uploaded:
     path_taken: str
 
 
-async def upload(backend: Backend, contents: Contents, source: SlotSource, owner: Owner) -> Uploaded:
+async def upload(
+    backend: Backend, contents: Contents, source: SlotSource, owner: Owner, references: Sequence[Reference] = ()
+) -> Uploaded:
     """Put the shard and then its receipt, at the root of its run and nowhere else. Durable on return.
+
+    With ``references``, only what they leave is stored; the source is digested then.
 
     Raises :class:`SnapshotVoided`, :class:`Superseded`, :class:`SaveSkipped`, :class:`SaveError`, and what the store
     raises.
@@ -147,16 +164,20 @@ async def upload(backend: Backend, contents: Contents, source: SlotSource, owner
     await check_run(backend, snapshot.run)
     attempt = token()
     key = shard_key(snapshot.version, snapshot.rank, snapshot.world, attempt)
-    info = await backend.put(key, source)
+    left = await asyncio.to_thread(_left, contents.snapshot, references) if references else None
+    size = left.size_bytes if left is not None else len(source.view)
+    info = await (backend.put(key, source) if left is None else _put_remainder(backend, key, left, source))
     try:
-        if info.size_bytes != len(source.view):
-            raise IntegrityError(f"{key}: stored {info.size_bytes} of {len(source.view)} bytes")
+        if info.size_bytes != size:
+            raise IntegrityError(f"{key}: stored {info.size_bytes} of {size} bytes")
         await check_generation(backend, snapshot, owner)
         if source.unhealthy:
             # Before the receipt, and so before the commit: there is no moment in which it passes for good.
             await put_unhealthy(backend, snapshot.version, snapshot.rank, source.unhealthy)
             await _tell_others(owner, snapshot, source.unhealthy)
         blocks = source.blocks
+        if left is not None:
+            blocks = header_digests(left.header, BLOCK_BYTES_WRITTEN) + contents.described(blocks).digests
         proof = ShardProof(
             attempt=attempt,
             block_bytes=BLOCK_BYTES_WRITTEN,
@@ -165,6 +186,7 @@ async def upload(backend: Backend, contents: Contents, source: SlotSource, owner
             checksum=info.checksum,
             digest=await asyncio.to_thread(hex_digest, blocks),
             key=key,
+            references=tuple(references),
             resident_blocks=source.resident_blocks,
         )
         receipt = Receipt(shard=proof, snapshot=msgspec.Raw(contents.doc))
@@ -173,6 +195,24 @@ async def upload(backend: Backend, contents: Contents, source: SlotSource, owner
         # Certainly no receipt names it. After any other error one may.
         await _discard(backend, key)
         raise
+
+
+def _left(snapshot: Snapshot, references: Sequence[Reference]) -> Remainder:
+    return remainder(decode_layout(snapshot.layout), references)
+
+
+async def _put_remainder(backend: Backend, key: str, left: Remainder, source: SlotSource) -> ObjectInfo:
+    async def fill(start: int, stop: int, out: memoryview) -> None:
+        header = left.header[start:stop]
+        out[: len(header)] = header
+        runs = runs_within(left.runs, start, stop)
+        await source.copy([(run.start, out[run.at - start : run.at - start + run.length]) for run in runs])
+
+    assembled = AssembledSource(left.size_bytes, fill, complete=source.complete)
+    try:
+        return await backend.put(key, assembled)
+    finally:
+        assembled.close()
 
 
 async def _discard(backend: Backend, key: str) -> None:

@@ -34,6 +34,7 @@ from ckptd.format.records import (
     decode_layout,
     encode,
 )
+from ckptd.format.references import header_bytes, holder_of, referenced_bytes, stretches
 from ckptd.format.shard import block_count
 from ckptd.limits import RECEIPTS_INLINE_MAX
 
@@ -84,7 +85,8 @@ class Proof:
         self._gathered = Gathered(early=early)
         self._merge = Merge()
         self._refs: list[ReceiptRef] = []
-        self._bytes = 0
+        self._bytes = self._referenced_bytes = 0
+        self._references: set[Version] = set()
         self._parts: set[str] = set()
         self._pinned = False
 
@@ -102,6 +104,8 @@ class Proof:
         if not self._early:
             self._merge.add(snapshot.tree, layout.aliases)
         self._bytes += receipt.shard.bytes
+        self._referenced_bytes += referenced_bytes(receipt.shard)
+        self._references.update(holder_of(reference.key) for reference in receipt.shard.references)
         self._parts.update(snapshot.parts)
         self._pinned = self._pinned or snapshot.pin
         key = receipt_key(snapshot.version, rank, snapshot.world)
@@ -146,6 +150,8 @@ class Proof:
             rank_lists=split.rank_lists,
             receipt_parts=receipt_parts,
             receipts=receipts,
+            referenced_bytes=self._referenced_bytes,
+            references=tuple(sorted(map(str, self._references))),
             run=first.run,
             step=first.step,
             world=first.world,
@@ -192,7 +198,7 @@ def _prints(
     """The fingerprints of the shard's pieces, by where they lie; only the ``wanted`` ones where that is given."""
     if wanted is not None and not wanted:
         return {}
-    header_blocks = block_count(layout.header_bytes, shard.block_bytes)
+    header_blocks = block_count(header_bytes(layout, shard), shard.block_bytes)
     return fingerprints(pieces, shard.blocks, header_blocks, shard.block_bytes, wanted)
 
 
@@ -214,13 +220,14 @@ def _checked_layout(shard: ShardProof, snapshot: Snapshot) -> tuple[Layout, list
 
 
 def check_proof_fits(shard: ShardProof, layout: Layout, pieces: Sequence[Piece], *, check_replicas: bool) -> None:
-    """Raise :class:`CoverageError` unless sizes and digests of a receipt fit its layout."""
+    """Raise :class:`CoverageError` unless sizes, references and digests of a receipt fit its layout."""
     cut = shard.block_bytes
-    blocks = block_count(layout.header_bytes, cut) + sum([-(-piece.bytes // cut) for piece in pieces])
+    stretches(layout, pieces, shard)
+    blocks = block_count(header_bytes(layout, shard), cut) + sum([-(-piece.bytes // cut) for piece in pieces])
     residents = residents_in_slot_order(layout) if check_replicas else []
     resident_blocks = sum(block_count(piece.bytes, cut) for piece in residents)
-    promised = shard.bytes, len(shard.blocks), len(shard.resident_blocks)
-    if promised != (layout.shard_bytes, blocks * DIGEST_BYTES, resident_blocks * DIGEST_BYTES):
+    promised = len(shard.blocks), len(shard.resident_blocks)
+    if promised != (blocks * DIGEST_BYTES, resident_blocks * DIGEST_BYTES):
         raise CoverageError("the receipt's size or digests do not fit its layout")
     if hex_digest(shard.blocks) != shard.digest:
         raise CoverageError("the receipt's digests do not add up")

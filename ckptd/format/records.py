@@ -37,6 +37,12 @@ VersionName = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{12}-g[0-9]{6}\Z")]
 """A checkpoint, as ``str(version)``."""
 Text = Annotated[str, msgspec.Meta(max_length=NAME_BYTES_MAX)]
 Hex = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+ShardKey = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^checkpoints/[0-9]{12}-g[0-9]{6}/rank-[0-9]{5}-of-[0-9]{5,6}-[A-Za-z0-9._=-]{1,128}\.safetensors\Z"
+    ),
+]
 Packed = bytes
 """Base64 in JSON. A name of its own, as records have a member called ``bytes``."""
 Shape = Annotated[tuple[Size, ...], msgspec.Meta(max_length=TENSOR_DIMS_MAX)]
@@ -153,6 +159,26 @@ class Snapshot(Record, kw_only=True, frozen=True):
         return Version(self.step, self.generation)
 
 
+class Extent(msgspec.Struct, kw_only=True, frozen=True, gc=False):
+    """Whole pieces that lie one behind the other in the slot as well as in an older shard."""
+
+    at: Size
+    """Byte offset in the older shard."""
+    bytes: Size
+    start: Size
+    """Byte offset in the slot."""
+
+
+class Reference(msgspec.Struct, kw_only=True, frozen=True):
+    """The shard of another committed checkpoint, and what of it is part of this one."""
+
+    bytes: Size
+    """Of that shard."""
+    extents: tuple[Extent, ...]
+    """By ``start``."""
+    key: ShardKey
+
+
 class ShardProof(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """A durable shard and the digests taken from the snapshot itself."""
 
@@ -162,11 +188,14 @@ class ShardProof(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     blocks: Packed
     """16 bytes for each block of :func:`ckptd.format.shard.block_bounds`."""
     bytes: Size
+    """Of the object: without what lies elsewhere."""
     checksum: Text
     """What the store verified on arrival (for S3 the CRC32C of each part), or empty."""
     digest: Hex
     """xxh3-128 of ``blocks``."""
     key: Text
+    references: tuple[Reference, ...] = ()
+    """Where the pieces lie that are not in the object, by key."""
     resident_blocks: Packed = b""
     """16 bytes for each block of the resident pieces, where the snapshot has them checked."""
 
@@ -298,7 +327,7 @@ class Manifest(Record, kw_only=True, frozen=True):
 
     kind: Literal["manifest"] = _written("manifest")
     bytes: Size
-    """Of all shards together."""
+    """Of all shards together, as objects."""
     common: ObjectRef | None = None
     """What the state trees have in common; ``None`` where there is one rank."""
     generation: Generation
@@ -317,6 +346,10 @@ class Manifest(Record, kw_only=True, frozen=True):
     """Where there are more than :data:`ckptd.limits.RECEIPTS_INLINE_MAX` ranks: so many in each, in order of rank."""
     receipts: tuple[ReceiptRef, ...]
     """One for each rank, in order of rank; empty where they lie in ``receipt_parts``."""
+    referenced_bytes: Size = 0
+    """Of pieces that lie in shards of other checkpoints."""
+    references: tuple[VersionName, ...] = ()
+    """Those checkpoints, sorted."""
     run: Token
     step: Step
     world: World
@@ -324,6 +357,11 @@ class Manifest(Record, kw_only=True, frozen=True):
     @property
     def version(self) -> Version:
         return Version(self.step, self.generation)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all shards together, if nothing lay elsewhere."""
+        return self.bytes + self.referenced_bytes
 
 
 class Run(Record, kw_only=True, frozen=True):

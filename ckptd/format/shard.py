@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ckptd.errors import FormatError, StateError
+from ckptd.format.digests import digest_blocks
 from ckptd.format.dtypes import ITEM_BYTES, STORED_BYTES, element_count, stored_as
 from ckptd.format.duplicates import refuse_duplicates
 from ckptd.format.records import Shape, Size
@@ -52,11 +53,20 @@ def file_order(pieces: Sequence[StoredPiece]) -> list[int]:
 def lay_out(pieces: Sequence[StoredPiece]) -> ShardLayout:
     """Lay pieces out as a shard. Raises :class:`StateError` where a name is taken or too long, or the header grows too
     long."""
+    order = file_order(pieces)
+    laid = lay_in_order([pieces[i] for i in order])
     offsets = [0] * len(pieces)
+    for i, offset in zip(order, laid.offsets, strict=True):
+        offsets[i] = offset
+    return ShardLayout(laid.header, tuple(offsets), laid.size_bytes)
+
+
+def lay_in_order(pieces: Sequence[StoredPiece]) -> ShardLayout:
+    """As :func:`lay_out`, in the order in which they are given."""
+    offsets: list[int] = []
     position = 0
     entries: dict[str, object] = {"__metadata__": {"ckptd": "1"}}
-    for i in file_order(pieces):
-        piece = pieces[i]
+    for piece in pieces:
         if piece.name in entries:
             raise StateError(f"{piece.name[:200]}: two pieces of the state have this name")
         if len(piece.name.encode()) > NAME_BYTES_MAX:
@@ -64,7 +74,7 @@ def lay_out(pieces: Sequence[StoredPiece]) -> ShardLayout:
         dtype, shape = stored_as(piece.dtype, piece.shape)
         stop = position + piece.size_bytes
         entries[piece.name] = {"dtype": dtype, "shape": shape, "data_offsets": (position, stop)}
-        offsets[i] = position
+        offsets.append(position)
         position = stop
     text = msgspec.json.encode(entries)
     data_start = -(-(8 + len(text)) // PAGE_BYTES) * PAGE_BYTES
@@ -139,3 +149,8 @@ def cut_in_blocks(start: int, sizes: Sequence[int], block_bytes: int) -> Iterato
 def block_count(size_bytes: int, block_bytes: int = BLOCK_BYTES_MAX) -> int:
     """How many digest blocks a header or piece of this size has."""
     return -(-size_bytes // block_bytes)
+
+
+def header_digests(header: bytes, block_bytes: int) -> bytes:
+    """The packed digests of a header's blocks."""
+    return digest_blocks(memoryview(header), cut_in_blocks(0, (len(header),), block_bytes))

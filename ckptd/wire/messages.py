@@ -88,6 +88,8 @@ class Hello(Request, kw_only=True, frozen=True, tag="hello"):
     user only."""
     load_every: Size = 1
     """Of so many commits, one is loaded."""
+    incremental: bool = True
+    """What is unchanged since an older checkpoint is referred to and not stored again."""
 
 
 class MakeArena(Request, kw_only=True, frozen=True, tag="make_arena"):
@@ -231,7 +233,7 @@ class Durable(Message, kw_only=True, frozen=True, tag="durable"):
 
     at: SlotRef
     stats: dict[str, float | str]
-    """queue_seconds, write_seconds, bytes, path."""
+    """queue_seconds, write_seconds, bytes, referenced_bytes, path."""
 
 
 class Committed(Message, kw_only=True, frozen=True, tag="committed"):

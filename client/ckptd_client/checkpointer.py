@@ -93,6 +93,7 @@ class Checkpointer:
     of names; a step that has any is marked unhealthy, and not restored while there is a healthy one. ``verify_load``:
     ``module:function``; of each ``verify_load_every`` commits the daemon has one loaded by it, in a process of its own,
     as ``function(url, checkpoint, storage_options)``; one for which it raises is marked suspect.
+    ``incremental``: what is unchanged since an older checkpoint is not stored again; that one stays while it is needed.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Checkpointer:
         check_finite: bool | Sequence[str] = False,
         verify_load: str | None = None,
         verify_load_every: int = 10,
+        incremental: bool = True,
         socket: str | Path | None = None,
         storage_options: Mapping[str, Any] | None = None,
         on_error: OnError = "log",
@@ -141,6 +143,7 @@ class Checkpointer:
             planned = planned_or_refused(self._state)
         self._loader = None if verify_load is None else Loader.here(verify_load)
         self._load_every = verify_load_every
+        self._incremental = incremental
         finite = to_be_finite(check_finite)
         self._tiers = as_tiers(url, keep, storage_options)
         check_furthest(self._tiers, self._world)
@@ -198,6 +201,7 @@ class Checkpointer:
             takeover=self._takeover,
             loader=None if self._loader is None else msgspec.to_builtins(self._loader),
             load_every=self._load_every,
+            incremental=self._incremental,
         )
 
     def _nodes(self, socket: Path) -> tuple[int, ...]:

@@ -12,13 +12,14 @@ import torch
 from ckptd.arena import Arena
 from ckptd.checkpoint.plan import Want
 from ckptd.checkpoint.regions import Region, holds_exactly, piece_of_rank, piece_region, slabs
+from ckptd.checkpoint.unchanged import described
 from ckptd.errors import CkptdError, CoverageError, IntegrityError
 from ckptd.format.common_tree import Merge
 from ckptd.format.cover import check_layout
 from ckptd.format.digests import digest_blocks, first_difference
 from ckptd.format.keys import receipt_key
 from ckptd.format.records import IndexPiece, Layout, Receipt, Snapshot, TensorEntry, decode, decode_layout
-from ckptd.format.shard import block_bounds
+from ckptd.format.shard import cut_in_blocks
 from ckptd.format.tree import decode_json
 from ckptd.limits import BLOCK_BYTES_MAX, RECEIPT_BYTES_MAX
 from ckptd.wire.messages import SnapshotOffer
@@ -78,10 +79,12 @@ class HeldSnapshot:
         if promised is None:
             return
         pieces, proof = check_layout(self.layout), promised.shard
-        bounds = list(block_bounds(self.layout.header_bytes, [piece.bytes for piece in pieces], proof.block_bytes))
+        # Not the header: that of the stored shard is another one where its receipt refers to others.
+        sizes = [piece.bytes for piece in pieces]
+        bounds = list(cut_in_blocks(self.layout.header_bytes, sizes, proof.block_bytes))
         batches = [bounds[start : start + BLOCKS_AT_ONCE] for start in range(0, len(bounds), BLOCKS_AT_ONCE)]
         blocks = b"".join(shared_out(lambda batch: digest_blocks(self.memory, batch), batches))
-        bad = first_difference(blocks, proof.blocks)
+        bad = first_difference(blocks, described(promised).digests)
         if bad is not None:
             raise IntegrityError(f"block {bad} of rank {self.snapshot.rank}'s snapshot in memory has changed")
 

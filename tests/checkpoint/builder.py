@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -13,7 +13,8 @@ import msgspec
 from ckptd.checkpoint import retention
 from ckptd.checkpoint.keep import Keep
 from ckptd.checkpoint.run import Run
-from ckptd.format.digests import digest_blocks, hex_digest
+from ckptd.checkpoint.unchanged import Described
+from ckptd.format.digests import DIGEST_BYTES, digest_blocks, hex_digest
 from ckptd.format.dtypes import ITEM_BYTES, element_count
 from ckptd.format.keys import Version, manifest_key, receipt_key, shard_key
 from ckptd.format.names import piece_name
@@ -25,14 +26,17 @@ from ckptd.format.records import (
     Parent,
     Piece,
     Receipt,
+    Reference,
     ShardProof,
     Snapshot,
     Span,
     TensorEntry,
     encode,
 )
-from ckptd.format.shard import StoredPiece, block_bounds, file_order, lay_out
+from ckptd.format.remainder import remainder
+from ckptd.format.shard import StoredPiece, block_bounds, block_count, file_order, header_digests, lay_out
 from ckptd.format.tree import encode_tree
+from ckptd.limits import BLOCK_BYTES_MAX
 from ckptd.storage import Backend
 
 LAUNCH = "builder"
@@ -194,8 +198,9 @@ async def write_rank(
     launch: str = LAUNCH,
     attempt: str | None = None,
     metrics: Mapping[str, float | None] | None = None,
+    refer: Callable[[Snapshot, Described], Awaitable[Sequence[Reference]]] | None = None,
 ) -> bytes:
-    """A rank's shard and receipt; returns the receipt's bytes."""
+    """A rank's shard and receipt; returns the receipt's bytes. ``refer``: what of it is not to be stored again."""
     layout, shard = _layout(state)
     snapshot = Snapshot(
         generation=version.generation,
@@ -214,6 +219,14 @@ async def write_rank(
     bounds = block_bounds(layout.header_bytes, [p.bytes for p in by_offset])
     blocks = digest_blocks(memoryview(shard), bounds)
     attempt = attempt or uuid.uuid4().hex
+    references: Sequence[Reference] = ()
+    digests = blocks[block_count(layout.header_bytes) * DIGEST_BYTES :]
+    if refer is not None:
+        references = await refer(snapshot, Described(version, encode(layout), digests, BLOCK_BYTES_MAX))
+    if references:
+        left = remainder(layout, references)
+        shard = left.header + b"".join(shard[part.start : part.start + part.length] for part in left.runs)
+        blocks = header_digests(left.header, BLOCK_BYTES_MAX) + digests
     proof = ShardProof(
         attempt=attempt,
         blocks=blocks,
@@ -221,6 +234,7 @@ async def write_rank(
         checksum="",
         digest=hex_digest(blocks),
         key=shard_key(version, rank, world, attempt),
+        references=tuple(references),
     )
     await run.backend.put(proof.key, shard)
     receipt = encode(Receipt(shard=proof, snapshot=msgspec.Raw(encode(snapshot))))

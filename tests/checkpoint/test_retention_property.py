@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import pytest
@@ -22,8 +22,7 @@ from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.verdicts import record_verdict
 from ckptd.checkpoint.verify import verify
 from ckptd.format.keys import TOMBSTONES, Version, checkpoint_prefix
-from ckptd.storage import ObjectInfo, open_backend
-from ckptd_backends.wrappers.base import Wrapper
+from ckptd.storage import open_backend
 from tests.checkpoint.builder import (
     State,
     commit,
@@ -37,42 +36,10 @@ from tests.checkpoint.builder import (
     tensor,
     write_rank,
 )
+from tests.checkpoint.mortal import Killed, Mortal
 
 STATE = State([tensor("w", (3,))])
 T = TypeVar("T")
-
-
-class _Killed(BaseException):
-    """Not an error that anybody would handle."""
-
-
-class _Mortal(Wrapper):
-    """Its process is killed at the n-th put or delete, before or after that took effect; nothing happens afterwards."""
-
-    def __init__(self, inner: Any, at: int, *, after: bool) -> None:
-        super().__init__(inner)
-        self._left = at
-        self._after = after
-
-    def _count(self) -> bool:
-        self._left -= 1
-        if self._left < 0 or (self._left == 0 and not self._after):
-            raise _Killed
-        return self._left == 0
-
-    async def put(self, key: str, data: Any, *, if_absent: bool = False) -> ObjectInfo:
-        last = self._count()
-        info = await super().put(key, data, if_absent=if_absent)
-        if last:
-            raise _Killed
-        return info
-
-    async def delete(self, keys: Iterable[str]) -> None:
-        last = self._count()
-        wanted = list(keys)
-        await super().delete(wanted[: len(wanted) // 2] if last else wanted)  # a call of many can be cut short
-        if last:
-            raise _Killed
 
 
 keeps = st.builds(
@@ -199,8 +166,8 @@ class Retention(RuleBasedStateMachine):
 
     @rule(keep=keeps, at=st.integers(1, 12), after=st.booleans())
     def prune_and_die(self, keep: Keep, at: int, after: bool) -> None:
-        run = Run(_Mortal(self.run.backend, at, after=after), self.run.id)
-        with contextlib.suppress(_Killed):
+        run = Run(Mortal(self.run.backend, at, after=after), self.run.id)
+        with contextlib.suppress(Killed):
             self.do(retire(run, keep, generation=self.generation))
         self.check()
 

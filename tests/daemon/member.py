@@ -51,6 +51,7 @@ class Member:
     """Whether all ranks see the nearest tier."""
     loader: dict[str, Any] | None = None
     load_every: int = 1
+    incremental: bool = True
     storage_options: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property

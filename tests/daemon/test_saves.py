@@ -24,7 +24,7 @@ def test_a_save_becomes_durable_and_committed(daemon: DaemonProcess, tmp_run: st
     with trainer(daemon.socket, member) as session:
         at = session.save(10)
         durable = session.durable(at)
-        assert set(durable.stats) == {"queue_seconds", "write_seconds", "bytes", "path"}
+        assert set(durable.stats) == {"queue_seconds", "write_seconds", "bytes", "referenced_bytes", "path"}
         assert session.expect(Committed).step == 10
         check_committed(member, 10)
         assert session.arena is not None

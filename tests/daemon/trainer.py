@@ -210,6 +210,7 @@ class Trainer:
                 takeover=member.takeover,
                 loader=member.loader,
                 load_every=member.load_every,
+                incremental=member.incremental,
             ),
             Welcome,
         )
@@ -319,7 +320,10 @@ class Trainer:
 
     def save(self, step: int, size: int = 300_000) -> SlotRef:
         """A whole snapshot, sealed."""
-        content = self.member.content(step, size)
+        return self.put(self.member.content(step, size))
+
+    def put(self, content: Content) -> SlotRef:
+        """The same for any content."""
         at = self.begin(content)
         self.copy(at, content, 0, len(content.shard))
         self.seal(at)

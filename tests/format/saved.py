@@ -20,13 +20,15 @@ from ckptd.format.records import (
     Parent,
     Piece,
     Receipt,
+    Reference,
     ShardProof,
     Snapshot,
     Span,
     TensorEntry,
     encode,
 )
-from ckptd.format.shard import StoredPiece, block_bounds, cut_in_blocks, lay_out
+from ckptd.format.remainder import remainder
+from ckptd.format.shard import StoredPiece, cut_in_blocks, header_digests, lay_out
 from ckptd.limits import BLOCK_BYTES_MAX, PAGE_BYTES
 
 RUN = "0123456789abcdef0123456789abcdef"
@@ -65,15 +67,20 @@ class Rank:
     attempt: str = "a1"
     block_bytes: int = BLOCK_BYTES_MAX
     check_replicas: bool = False
+    references: Sequence[Reference] = ()
+    """What of it lies in shards of other checkpoints."""
 
     @property
     def version(self) -> Version:
         return Version(self.step, self.generation)
 
     def stored(self) -> tuple[Layout, bytes]:
-        """The layout and the shard's bytes."""
+        """The layout and the shard's bytes, without what lies elsewhere."""
         layout, slot = self.held()
-        return layout, slot[: layout.shard_bytes]
+        if not self.references:
+            return layout, slot[: layout.shard_bytes]
+        left = remainder(layout, self.references)
+        return layout, left.header + b"".join(slot[run.start : run.start + run.length] for run in left.runs)
 
     def held(self) -> tuple[Layout, bytes]:
         """The layout and the slot's bytes: the shard, and resident pieces behind it."""
@@ -138,7 +145,9 @@ class Rank:
     def receipt(self) -> bytes:
         layout, slot = self.held()
         sizes = [piece.bytes for piece in pieces_in_file_order(layout)]
-        blocks = digest_blocks(memoryview(slot), block_bounds(layout.header_bytes, sizes, self.block_bytes))
+        header = remainder(layout, self.references).header if self.references else slot[: layout.header_bytes]
+        blocks = header_digests(header, self.block_bytes)
+        blocks += digest_blocks(memoryview(slot), cut_in_blocks(layout.header_bytes, sizes, self.block_bytes))
         sizes = [piece.bytes for piece in residents_in_slot_order(layout)] if self.check_replicas else []
         resident_blocks = digest_blocks(
             memoryview(slot), cut_in_blocks(resident_start(layout), sizes, self.block_bytes)
@@ -147,10 +156,11 @@ class Rank:
             attempt=self.attempt,
             block_bytes=self.block_bytes,
             blocks=blocks,
-            bytes=layout.shard_bytes,
+            bytes=len(self.stored()[1]),
             checksum="",
             digest=hex_digest(blocks),
             key=shard_key(self.version, self.rank, self.world, self.attempt),
+            references=tuple(self.references),
             resident_blocks=resident_blocks,
         )
         return encode(Receipt(shard=proof, snapshot=msgspec.Raw(encode(self.snapshot(layout)))))

@@ -15,6 +15,7 @@ from ckptd.format.keys import GENERATION_MAX, RANK_MAX, STEP_MAX, Version
 from ckptd.format.records import (
     FORMAT,
     Common,
+    Extent,
     GenerationRecord,
     Grid,
     Index,
@@ -31,6 +32,7 @@ from ckptd.format.records import (
     Receipt,
     ReceiptList,
     ReceiptRef,
+    Reference,
     Run,
     ShardProof,
     Skipped,
@@ -92,7 +94,8 @@ def test_sentences_have_the_members_of_the_other_records_in_their_order() -> Non
 
 
 @pytest.mark.parametrize(
-    "struct", [ShardProof, TensorEntry, IndexEntry, Grid, RankRun, IndexRef, ObjectRef, ReceiptRef, Parent]
+    "struct",
+    [ShardProof, Reference, Extent, TensorEntry, IndexEntry, Grid, RankRun, IndexRef, ObjectRef, ReceiptRef, Parent],
 )
 def test_objects_inside_records_are_written_out(struct: type[msgspec.Struct]) -> None:
     assert "{" + ", ".join(f'"{name}"' for name in members(struct)) + "}" in TEXT

@@ -164,19 +164,36 @@ def test_r121_shards_have_their_digests_and_open_with_safetensors(root: Path) ->
     for _, _, receipt in records(root):
         if not isinstance(receipt, Receipt):
             continue
-        shard, layout = files[receipt.shard.key], decode_layout(decode(receipt.snapshot, Snapshot).layout)
+        proof_of, layout = receipt.shard, decode_layout(decode(receipt.snapshot, Snapshot).layout)
         pieces = check_layout(layout)
-        bounds = block_bounds(layout.header_bytes, [piece.bytes for piece in pieces], receipt.shard.block_bytes)
-        assert digest_blocks(memoryview(shard), bounds) == receipt.shard.blocks
-        assert hex_digest(receipt.shard.blocks) == receipt.shard.digest
-        assert len(shard) == receipt.shard.bytes
+        shard = files[proof_of.key]
+        elsewhere = [(files[other.key], extent) for other in proof_of.references for extent in other.extents]
+        header_size = proof_of.bytes - (layout.shard_bytes - layout.header_bytes - sum(e.bytes for _, e in elsewhere))
         header, opened = read_header(shard), load(shard)
-        for entry in layout.tensors:
-            for number, piece in enumerate(entry.pieces):
-                name = piece_name(entry.name, number, len(entry.pieces))
-                assert header[name][2:] == (piece.at, piece.at + piece.bytes)
-                data = opened[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-                assert data == shard[piece.at : piece.at + piece.bytes]
+        digests = digest_blocks(memoryview(shard), block_bounds(header_size, [], proof_of.block_bytes))
+        names = {
+            id(piece): piece_name(entry.name, number, len(entry.pieces))
+            for entry in layout.tensors
+            for number, piece in enumerate(entry.pieces)
+        }
+        for piece in pieces:
+            name = names[id(piece)]
+            if name in header:
+                _, _, start, stop = header[name]
+                data = shard[start:stop]
+                assert data == opened[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                assert elsewhere or start == piece.at
+            else:
+                ((other, extent),) = [item for item in elsewhere if 0 <= piece.at - item[1].start < item[1].bytes]
+                start = extent.at + piece.at - extent.start
+                data = other[start : start + piece.bytes]
+            assert len(data) == piece.bytes
+            digests += digest_blocks(memoryview(data), block_bounds(0, [piece.bytes], proof_of.block_bytes))
+        assert digests == proof_of.blocks
+        assert hex_digest(proof_of.blocks) == proof_of.digest
+        assert len(shard) == proof_of.bytes
+        for other in proof_of.references:
+            assert len(files[other.key]) == other.bytes
 
 
 @pytest.mark.parametrize("root", [root for root in ROOTS if root.name != "around"], ids=_name)
@@ -198,6 +215,16 @@ async def test_r121_checkpoints_verify_and_every_tensor_is_read(root: Path, tmp_
                         assert entry.grid or not out or len(found_pieces) == len(entry.pieces)
                     assert entries or manifest.bytes == 4096
                     decode_tree(decode_json((await reader.common()).tree), Foreign)
+
+
+def test_references_go_to_the_shard_that_holds_the_bytes() -> None:
+    root = FOLDER / "v1_incremental" / "frozen"
+    first, second = str(Version(10, 1)), str(Version(20, 1))
+    found = [manifest.references for _, manifest in sorted(manifests(root).items())]
+    assert found == [(), (first,), (first, second), (first, second, str(Version(30, 2)))]
+    sizes = [manifest.bytes for _, manifest in sorted(manifests(root).items())]
+    assert sizes == [4096 + 480 + 24 + 70_002 + 9 + 16, 4096 + 70_002 + 16, 4096 + 16, 4096]
+    assert {manifest.held_bytes for manifest in manifests(root).values()} >= {sizes[0]}
 
 
 def test_the_line_goes_through_generations() -> None:

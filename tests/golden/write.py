@@ -4,7 +4,8 @@ May be run only for a folder that no release has written yet; name it. After a r
 again, whatever the code has become: what readers of that version must be able to read lies there. A new format version,
 or a new case, gets a new folder; an old one is not edited to make a test pass.
 
-``v1`` is what the first release wrote, ``v1_any_layout`` what came with grids, resident pieces and common trees.
+``v1`` is what the first release wrote, ``v1_any_layout`` what came with grids, resident pieces and common trees,
+``v1_incremental`` what came with references.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import math
 import shutil
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from ckptd.checkpoint import unchanged
 from ckptd.format import index, proof
 from ckptd.format.digests import hex_digest
 from ckptd.format.dtypes import ITEM_BYTES
@@ -38,10 +41,12 @@ from ckptd.format.records import (
     Lease,
     Mark,
     Parent,
+    Receipt,
     Run,
     Skipped,
     Span,
     Tombstone,
+    decode,
     encode,
 )
 from ckptd.format.tree import encode_tree
@@ -295,8 +300,41 @@ def large_world() -> Files:
         return {**opened(1, world=world), **committed(ranks, early=False)}
 
 
+def _after(rank: Rank, base: Rank) -> Rank:
+    """The same, where what is unchanged is left where it is."""
+    with mock.patch.object(unchanged, "REFERENCED_SHARE_MIN", 0):
+        state = unchanged.described(decode(rank.receipt(), Receipt))
+        return replace(rank, references=unchanged.unchanged(base.receipt(), state))
+
+
+def frozen() -> Files:
+    """Layers that freeze one after the other: references to one checkpoint and to several, to whole tensors, boxes and
+    ranges, to one of an earlier generation; at last there is nothing left to store."""
+    boxes = [Box((0, 0), (2, 4)), Box((2, 0), (1, 4))]
+
+    def rank(step: int, head: int, rng: int, **more: Any) -> Rank:
+        held = [
+            whole("model/embedding", "float32", (40, 3)),
+            piece("model/cut", "int16", (3, 4), boxes),
+            whole("model/head", "bfloat16", (35_001,), seed=head),
+            whole("model/empty", "float32", (0,)),
+            piece("model/flat", "uint8", (9,), [Span(0, 4), Span(4, 9)]),
+            whole("rng/torch", "uint8", (16,), per_rank=True, seed=rng),
+        ]
+        return Rank(held, step=step, parts=("model", "rng"), block_bytes=65536, attempt=f"attempt-{step}", **more)
+
+    first = rank(10, 1, 1)
+    second = _after(rank(20, 2, 2), first)
+    life = {"generation": 2, "launch": "launch#1", "parent": second.version}
+    third = _after(rank(30, 2, 3, **life), second)
+    fourth = _after(rank(40, 2, 3, **life), third)
+    made = [committed([one], early=False) for one in (first, second, third, fourth)]
+    return {**opened(1), **opened(2, opened_from=second.version), **made[0], **made[1], **made[2], **made[3]}
+
+
 CASES = {f"{EARLY}/{made.__name__}": made for made in (one_rank, two_ranks, spans, index_in_parts, around)}
 CASES |= {f"v1_any_layout/{made.__name__}": made for made in (mesh, fine_blocks, large_world)}
+CASES |= {f"v1_incremental/{made.__name__}": made for made in (frozen,)}
 
 
 def main() -> None:

@@ -131,6 +131,33 @@ REFUSED: dict[str, tuple[type[CkptdError], str]] = {
     "receipt/rank-of-a-larger-world.json": (CoverageError, "1 receipts for a world of 2 ranks"),
     "receipt/rank-of-its-own.json": (CoverageError, "the receipt of rank 0 says that it is of rank 1"),
     "receipt/receipt-of-nothing.json": (FormatError, "not a record of the format"),
+    "receipt/reference-beyond-its-shard.json": (
+        CoverageError,
+        "attempt-20.safetensors: 70002 bytes at 74113 of a shard of 74114",
+    ),
+    "receipt/reference-of-a-header-too-long.json": (
+        CoverageError,
+        "rank 0: a shard of 8208 bytes cannot hold what its references leave",
+    ),
+    "receipt/reference-of-no-pages.json": (
+        CoverageError,
+        "rank 0: a shard of 4113 bytes cannot hold what its references leave",
+    ),
+    "receipt/reference-to-a-part-of-a-piece.json": (
+        CoverageError,
+        "attempt-20.safetensors: bytes 4600 to 74600 are no whole pieces",
+    ),
+    "receipt/reference-to-itself.json": (
+        CoverageError,
+        "attempt-30.safetensors: a reference to nothing of another checkpoint",
+    ),
+    "receipt/reference-to-no-shard.json": (FormatError, "$.shard.references[0].key"),
+    "receipt/reference-to-nothing.json": (
+        CoverageError,
+        "attempt-20.safetensors: a reference to nothing of another checkpoint",
+    ),
+    "receipt/reference-twice.json": (CoverageError, "rank 0: two references hold byte 74602"),
+    "receipt/references-out-of-order.json": (CoverageError, "rank 0: references are not in order"),
     "receipt/resident-bytes-of-nothing.json": (
         CoverageError,
         "rank 0: resident pieces up to byte 8192 are described up to byte 0",
