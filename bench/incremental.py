@@ -30,7 +30,8 @@ class Layer(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of both."""
-        return x + self.base(x) + self.up(self.down(x))
+        total: torch.Tensor = x + self.base(x) + self.up(self.down(x))
+        return total
 
 
 def measure(folder: Path, width: int, *, incremental: bool) -> tuple[float, float, float, list[float]]:

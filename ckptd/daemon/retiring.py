@@ -128,7 +128,8 @@ class Retiring:
                 log.warning("retention at %s: %s stays for now: %s", url, version, reason)
 
     def _known_of(self, url: str, run: str) -> Known:
-        known = self._known[url, run] = self._known.pop((url, run), None) or Known()
+        known = self._known.setdefault((url, run), Known())
+        self._known.move_to_end((url, run))
         while len(self._known) > PASSES_KEPT:
             self._known.popitem(last=False)
         return known
