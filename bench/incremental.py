@@ -36,7 +36,7 @@ class Layer(torch.nn.Module):
 
 def measure(folder: Path, width: int, *, incremental: bool) -> tuple[float, float, float, list[float]]:
     """MB stored by the first save and by each later one, all in all, and seconds to durable of the later ones."""
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
     model = torch.nn.Sequential(*[Layer(width) for _ in range(LAYERS)])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=True)
     seconds: list[float] = []
@@ -45,7 +45,7 @@ def measure(folder: Path, width: int, *, incremental: bool) -> tuple[float, floa
     ) as ckpt:
         for step in range(1, SAVES + 1):
             model(torch.randn(4, width)).square().mean().backward()
-            optimizer.step()
+            optimizer.step()  # pyright: ignore[reportUnknownMemberType]
             optimizer.zero_grad()
             began = time.perf_counter()
             save = ckpt.save(step)

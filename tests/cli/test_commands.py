@@ -365,7 +365,7 @@ def test_status_of_a_busy_daemon(capsys: pytest.CaptureFixture[str]) -> None:
     save = {"version": "10-g1", "rank": 0, "stage": "writing", "bytes": 4 << 30, "bytes_done": 1 << 30}
     save |= {"bytes_per_second": 100 << 20, "progress_age_seconds": 0.25}
     session = {"run": "file:///r[1]", "rank": 0, "world": 2, "pid": 7}
-    beat = {"step": 12, "phase": "step", "age_seconds": 1.5}
+    beat = {"step": 12, "phase": "step", "age_seconds": 1.5, "limit_seconds": 60.0}
     tier = {"run": "file:///r[1]", "tier": "s3://b/r", "state": "failing", "committed": "8-g1", "failures": 3}
     tier |= {"behind_steps": 40, "behind_seconds": 12.3, "copying": "9-g1", "bytes": 2 << 30, "bytes_done": 1 << 30}
     tier |= {"error": "Unavailable: no route [at all]"}
@@ -382,6 +382,7 @@ def test_status_of_a_busy_daemon(capsys: pytest.CaptureFixture[str]) -> None:
             "sessions": {"count": 2, "listed": [session | {"beat": beat}, session | {"beat": None}]},
             "tiers": {"count": 1, "listed": [tier]},
             "retention": {"count": 2, "listed": [retired, retired | {"error": "AccessDenied: [no]"}]},
+            "watch": {"limits_seconds": {}, "stalled": [], "dry_run": False, "counts": {}, "alerts": []},
             "committed": {"file:///r[1]": "9-g1"},
             "failures": [{"version": "8-g1", "rank": 1, "stage": "writing", "error": "disk full [really]"}],
         }
