@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 WORKERS ?= 3
 
-.PHONY: demo test check bench perf power test-minio constraints clean
+.PHONY: demo test check bench perf power chaos fuzz test-minio constraints clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)  ## the main job end to end: train, kill, resume; local disk, then S3
@@ -35,6 +35,14 @@ power: $(READY)  ## loss of power after every change of the disk, in many storie
 
 perf: $(READY)  ## a few ratios against wide bounds, on a quiet machine
 	$(BIN)/python -m pytest -m perf $(ARGS)
+
+chaos: $(READY)  ## kills and stops at every step and any instant; ARGS="--seed N --kills M", from seed N on
+	$(BIN)/python -m tests.chaos $(ARGS)
+
+# Its fuzzer is large, and nothing else needs it.
+fuzz: $(READY)  ## bytes for one decoder, guided by what code they reach; ARGS="manifest -max_total_time=600"
+	$(BIN)/pip install --quiet atheris==3.0.0
+	$(BIN)/python -m tests.hostile.fuzz $(ARGS)
 
 test-minio: $(READY)  ## the S3 tests against the server that CKPTD_TEST_S3_{ENDPOINT,ACCESS_KEY,SECRET_KEY,BUCKET} name
 	@: $${CKPTD_TEST_S3_ENDPOINT:?set it to the URL of an S3 server} $${CKPTD_TEST_S3_ACCESS_KEY:?} \

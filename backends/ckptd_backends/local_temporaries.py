@@ -32,6 +32,7 @@ _SWEPT = (
     keys.LEASES,
     keys.TOMBSTONES,
     keys.AGREEMENT,
+    keys.TIERS,
     keys.CHECKPOINTS,
     keys.MARKS,
 )

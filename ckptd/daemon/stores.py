@@ -46,6 +46,7 @@ class Stores:
         self._spawn = spawn
         self._open: dict[tuple[str, bytes, Use], Backend] = {}
         self._opening = 0
+        self._cleaning: set[int] = set()
         self.findings: dict[str, list[Finding]] = {}
         """URL → what its self-test did not like."""
 
@@ -74,7 +75,10 @@ class Stores:
     async def _open_one(self, url: str, options: Mapping[str, Any], use: Use) -> Backend:
         # Options may hold secrets: they are kept in memory only, in whole, to tell them apart.
         key = url, msgspec.json.encode(options, order="deterministic"), use
-        if key not in self._open:
+        if key in self._open:
+            if use != "reading" and id(self._open[key]) not in self._cleaning:
+                self._spawn(self._clean(self._open[key]), f"clean-up of {url}")
+        else:
             # In a thread, as it may import a cloud library.
             backend = await asyncio.to_thread(open_backend, url, options, state_dir=self._state_dir)
             if key not in self._open:
@@ -82,6 +86,16 @@ class Stores:
                 if use in ("nearest", "further"):
                     self._spawn(self._examine(self._open[key]), f"self-test of {url}")
         return self._open[key]
+
+    async def _clean(self, backend: Backend) -> None:
+        """Once more for each trainer that comes: the one before it may have been killed in the middle of a write."""
+        self._cleaning.add(id(backend))
+        try:
+            await _abort_stale(backend)
+        except Exception as error:
+            log.warning("%s: uploads left open: %s", backend.url, first_line(error))
+        finally:
+            self._cleaning.discard(id(backend))
 
     async def close_others(self, used: Collection[Backend]) -> None:
         """Close what nobody uses; not now, if somebody is about to."""

@@ -380,7 +380,7 @@ def left_behind(root: Path, key: str) -> Path:
 
 
 async def test_temporaries_of_the_dead_are_swept_and_no_others(root: Path) -> None:
-    left = [left_behind(root, key) for key in ("checkpoints/1/a", "manifests/b")]
+    left = [left_behind(root, key) for key in ("checkpoints/1/a", "manifests/b", "tiers/1/copies/c")]
     # Of another machine: its writer cannot be seen, so only age counts.
     fresh, old, foreign = (root / "leases" / f"~ckptd-1700000000-{'0' * 12}-{number:016d}" for number in range(3))
     fresh.parent.mkdir()
@@ -401,7 +401,7 @@ async def test_temporaries_of_the_dead_are_swept_and_no_others(root: Path) -> No
         await backend.put("checkpoints/1/a", Filling(b"ours", at_completion=sweep))
         assert await backend.get("checkpoints/1/a", limit_bytes=10) == b"ours"
     await sweep()
-    assert swept == [3, 0]
+    assert swept == [4, 0]
     assert temporaries(root) == {fresh, foreign, elsewhere}
     assert not (root / "manifests").exists()
 

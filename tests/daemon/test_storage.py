@@ -14,10 +14,11 @@ from ckptd.arena import SlotState
 from ckptd.format.keys import Version, manifest_key
 from ckptd.format.records import Manifest, decode
 from ckptd.wire.messages import Committed, Failed
+from ckptd_backends.local_temporaries import temporary_name
 from devtools.processes import wait_until
 from devtools.seaweedfs import S3Endpoint
 from tests.daemon.stored import check_committed, manifest, run_folder
-from tests.daemon.trainer import Member, Trainer, daemon_at, trainer
+from tests.daemon.trainer import DaemonProcess, Member, Trainer, daemon_at, trainer
 from tests.servers.fault_proxy import FaultProxy, refuse
 from tests.servers.proxied import raw_client
 
@@ -120,3 +121,13 @@ def test_a_daemon_killed_again_and_again_loses_nothing(socket_path: Path, tmp_ru
                 assert manifest(tmp_run, Version(earlier, 1)) is not None
         # What the killed ones were writing is swept when the next one opens the store.
         wait_until(lambda: not any(run_folder(tmp_run).rglob("~*")), "the sweep", deadline_seconds=10)
+
+
+def test_what_a_killed_trainer_was_writing_goes_when_the_next_one_comes(daemon: DaemonProcess, tmp_run: str) -> None:
+    """Also where the daemon has the store open all the time."""
+    with trainer(daemon.socket, Member(tmp_run, world=2), slots=0):
+        left = run_folder(tmp_run) / "generations" / temporary_name()
+        left.parent.mkdir(exist_ok=True)
+        left.write_bytes(b"half of")
+        with trainer(daemon.socket, Member(tmp_run, rank=1, world=2), slots=0):
+            wait_until(lambda: not left.exists(), "the sweep", deadline_seconds=60)

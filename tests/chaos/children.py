@@ -1,0 +1,154 @@
+"""What the nursery forks, as the story sees it: told apart by pidfd, listened to, stopped, continued, killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ckptd.errors import DeadlineExceeded
+from devtools.processes import kill_group
+from tests.chaos.points import Counter
+
+START_SECONDS = 120.0
+GONE_SECONDS = 60.0
+
+Event = dict[str, Any]
+
+
+class Child:
+    """A trainer or a daemon."""
+
+    def __init__(self, pid: int, events: int, counter: Counter, config: dict[str, Any]) -> None:
+        self.pid = pid
+        self.config = config
+        self.counter = counter
+        self.events: list[Event] = []
+        self.stopped = False
+        self._pipe = events
+        self._rest = b""
+        try:
+            self._pidfd: int | None = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._pidfd = None
+        self.heard_all = False
+
+    def fileno(self) -> int:
+        return self._pipe
+
+    @property
+    def alive(self) -> bool:
+        if self._pidfd is None:
+            return False
+        return not select.select([self._pidfd], [], [], 0)[0]
+
+    def signal(self, number: int) -> None:
+        """Nothing where it has ended."""
+        if self._pidfd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+                self.stopped = number == signal.SIGSTOP or (self.stopped and number != signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self.signal(signal.SIGKILL)
+        if self._pidfd is not None and not select.select([self._pidfd], [], [], GONE_SECONDS)[0]:
+            raise DeadlineExceeded(f"process {self.pid} does not end")
+
+    def read(self) -> list[Event]:
+        """What it has told since; there must be something to read, or its end."""
+        data = os.read(self._pipe, 1 << 16)
+        if not data:
+            self.heard_all = True
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        fresh: list[Event] = [json.loads(line) for line in lines]
+        self.events += fresh
+        self.stopped = self.stopped or any(event["event"] == "at" for event in fresh)
+        return fresh
+
+    def last(self, name: str) -> Event | None:
+        """The newest event of that name."""
+        return next((event for event in reversed(self.events) if event["event"] == name), None)
+
+    def close(self) -> None:
+        self.kill()
+        os.close(self._pipe)
+        self.counter.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+
+
+class Nursery:
+    """The process that forks. A context manager."""
+
+    def __enter__(self) -> Nursery:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        os.set_inheritable(theirs.fileno(), True)
+        self._process = _spawn_with(theirs)
+        theirs.close()
+        self._socket.settimeout(START_SECONDS)
+        assert self._socket.recv(100) == b"ready", "the nursery did not start"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        kill_group(self._process)
+
+    def fork(self, config: dict[str, Any]) -> Child:
+        """A child that lives as configured."""
+        events, theirs = os.pipe()
+        counter = Counter()
+        counter.stop_at(config.get("stop_at", 0))
+        socket.send_fds(self._socket, [json.dumps(config).encode()], [theirs, counter.descriptor])
+        os.close(theirs)
+        return Child(int(self._socket.recv(100)), events, counter, config)
+
+
+def _spawn_with(descriptor: socket.socket) -> subprocess.Popen[bytes]:
+    """As :func:`spawn`, with one descriptor more."""
+    number = descriptor.fileno()
+    environment = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+    return subprocess.Popen(
+        ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", "tests.chaos.nursery", str(number)],
+        env={**os.environ, **environment},
+        pass_fds=[number],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def listen(
+    children: Sequence[Child], until: Callable[[], bool], deadline_seconds: float, heard: Callable[[Child, Event], None]
+) -> bool:
+    """Take in events until the condition holds: whether it did in time. Each event goes to ``heard``."""
+    deadline = time.monotonic() + deadline_seconds
+    while not until():
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        speaking = [child for child in children if not child.heard_all]
+        for child in select.select(speaking, [], [], min(left, 0.05))[0]:
+            for event in child.read():
+                heard(child, event)
+    return True
+
+
+def daemons_at(socket_path: Path) -> list[psutil.Process]:
+    """Daemons that trainers have started at this socket, and that live."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if str(socket_path) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
