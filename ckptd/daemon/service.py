@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ckptd.checkpoint.doubt import doubt
 from ckptd.daemon.arenas import Arenas
 from ckptd.daemon.bases import Bases
 from ckptd.daemon.commit import Patience
@@ -23,7 +24,8 @@ from ckptd.daemon.stores import Stores, Use
 from ckptd.daemon.tasks import Tasks
 from ckptd.daemon.verifying import Verifying
 from ckptd.daemon.watch.watchdog import Watchdog
-from ckptd.errors import DaemonError, DeadlineExceeded, RunInUse
+from ckptd.errors import DaemonError, DeadlineExceeded, NoCheckpoint, RunInUse
+from ckptd.format.keys import Version
 from ckptd.health.monitor import Monitor
 from ckptd.limits import COPY_READS_AT_ONCE, VERIFY_READS_AT_ONCE
 from ckptd.storage import Limits
@@ -142,6 +144,16 @@ class Service:
         await self.stores.close_others([*used, *self.replication.retiring.backends, *self.verifying.backends])
         roots = (backend.url for backend in used if backend.url.startswith(LOCAL))
         self.monitor.watch([self.settings.state_path, *(Path(root.removeprefix(LOCAL)) for root in roots)])
+
+    async def doubt(self, launch: str, reason: str) -> Version | None:
+        """Mark suspect what the trainers of a launch had restored, in every tier that has it; see
+        :func:`ckptd.checkpoint.doubt.doubt`. Raises :class:`NoCheckpoint` where nothing is known of such trainers."""
+        found = self.watch.lives.last_of(launch)
+        if found is None:
+            raise NoCheckpoint(f"no trainer of launch {launch} has saved or restored here")
+        life, asked = found
+        tiers = await self.stores.open(asked)
+        return await doubt([tier.backend for tier in tiers], life.generation, by=f"launch {launch}", reason=reason)
 
     # The end
 
