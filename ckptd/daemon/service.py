@@ -22,6 +22,7 @@ from ckptd.daemon.settings import Settings
 from ckptd.daemon.status import status_of
 from ckptd.daemon.stores import Stores, Use
 from ckptd.daemon.tasks import Tasks
+from ckptd.daemon.triage import give_up
 from ckptd.daemon.verifying import Verifying
 from ckptd.daemon.watch.watchdog import Watchdog
 from ckptd.errors import DaemonError, DeadlineExceeded, NoCheckpoint, RunInUse
@@ -34,6 +35,8 @@ from ckptd.wire.messages import Failed
 log = logging.getLogger(__name__)
 
 LOCAL = "file://"
+TRIAGE_SECONDS = 0.5
+"""How often a drain looks at what can still be done in time."""
 
 
 class Service:
@@ -159,22 +162,40 @@ class Service:
 
     async def drain(self, deadline_seconds: float) -> None:
         """Take no new saves, and return when those under way are committed, and copied to the further tiers that take
-        them; the daemon then ends.
+        them; the daemon then ends. What there is no time for, by the bandwidth measured, is given up for the newest
+        that there is time for; see :mod:`ckptd.daemon.triage`.
 
         Raises :class:`ckptd.errors.DeadlineExceeded`, naming what is not; the daemon ends all the same.
         """
         self.saves.draining = True
         log.info("draining: %d saves under way, at most %g s", len(self.saves.under_way()), deadline_seconds)
         until = time.monotonic() + deadline_seconds
+        given_up: dict[str, str] = {}
+        choosing = self.tasks.spawn(self._choose(until, given_up), "triage")
         try:
             await self.saves.idle(None, deadline_seconds)
+            if given_up:
+                named = "; ".join(f"{what}: {why}" for what, why in list(given_up.items())[:8])
+                raise DeadlineExceeded(
+                    f"given up for want of time: {named}",
+                    hint="what is newer or fits is committed; give --deadline more",
+                )
             if unfinished := await self.replication.settled(until - time.monotonic()):
                 raise DeadlineExceeded(
                     f"not copied after {deadline_seconds:g} s: {', '.join(unfinished[:8])}",
                     hint="what is committed stays where it is, and the next start copies it",
                 )
         finally:
+            choosing.cancel()
             self.ending.set()
+
+    async def _choose(self, until: float, given_up: dict[str, str]) -> None:
+        """Give up what there is no time for, as soon as that can be told."""
+        while (left := until - time.monotonic()) > 0:
+            given_up |= (said := give_up(self.saves.under_way(), left))
+            for what, why in said.items():
+                log.error("given up, so that others get done: %s: %s", what, why)
+            await asyncio.sleep(TRIAGE_SECONDS)
 
     async def close(self) -> None:
         """Let go of everything."""

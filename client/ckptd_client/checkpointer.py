@@ -312,8 +312,8 @@ class Checkpointer:
         if self._snapshots.boundary.crossed():
             self._boundary_step = step
             self._snapshots.boundary_passed()
-            for save, kept_metrics in self._take_deferred():
-                self._save_now(save, step, kept_metrics)
+            for deferred, kept_metrics in self._take_deferred():
+                self._save_now(deferred, step, kept_metrics)
         save = self._request(step, pin=False, reason="due", metrics=numbers) if due else None
         if self._schedule.appointments.stops(step) and not self._deferred:
             self.fence()

@@ -39,14 +39,14 @@ class Agent(LocalElasticAgent):
         launch = f"{family}#{spec.max_restarts - self._remaining_restarts}"
         os.environ[LAUNCH_VARIABLE] = launch
         self.supervisor.starting(launch)
-        ids = super()._start_workers(worker_group)
+        ids: dict[int, Any] = super()._start_workers(worker_group)
         self.supervisor.started([ids[rank] for rank in sorted(ids)])
         return ids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self.supervisor.look() == "wait":
             return RunResult(state=WorkerState.HEALTHY)
-        result = super()._monitor_workers(worker_group)
+        result: RunResult = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY) and not self._again():
             self._remaining_restarts = 0
         return result

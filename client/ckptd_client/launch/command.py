@@ -44,7 +44,7 @@ def run(argv: Sequence[str]) -> None:
     family = os.environ.get(LAUNCH_VARIABLE, "")
     try:
         with as_agent_of_torchrun(supervisor, family):
-            torchrun.run(args)  # pyright: ignore[reportUnknownMemberType]
+            torchrun.run(args)  # type: ignore[no-untyped-call]  # pyright: ignore[reportUnknownMemberType]
     except ChildFailedError as error:
         raise supervisor.outcome or CkptdError(f"the training failed: {error}") from None
     finally:

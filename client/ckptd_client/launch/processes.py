@@ -7,7 +7,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import psutil
 
@@ -47,16 +47,21 @@ def in_words(code: int) -> str:
     return f"was killed by signal {-code}"
 
 
-def end_all(workers: Iterable[int]) -> int:
-    """SIGKILL to all that this process or its children have started, but for daemons and what is theirs; returns when
-    they are gone. ``workers``: children that somebody else will reap. Returns how many were alive.
+def children() -> frozenset[psutil.Process]:
+    """What this process has started, and lives."""
+    return frozenset(psutil.Process().children())
+
+
+def end_all(workers: Iterable[int], spared: Collection[psutil.Process]) -> int:
+    """SIGKILL to all that this process or its children have started, but for daemons, those ``spared``, and what is
+    theirs; returns when they are gone. ``workers``: children that somebody else will reap. Returns how many were alive.
 
     Raises :class:`ResourceError`, naming those that do not go: they may wait in the kernel, and hold a device.
     """
     own = frozenset(workers)
     until = time.monotonic() + END_SECONDS
     found: set[psutil.Process] = set()
-    while left := _living(own):
+    while left := _living(own, spared):
         found |= set(left)
         if time.monotonic() > until:
             named = ", ".join(f"{process.pid} ({_state(process)})" for process in left[:8])
@@ -70,14 +75,14 @@ def end_all(workers: Iterable[int]) -> int:
     return len(found)
 
 
-def _living(workers: frozenset[int]) -> list[psutil.Process]:
-    """Below this process, daemons left out. Orphans that have ended are reaped."""
+def _living(workers: frozenset[int], spared: Collection[psutil.Process]) -> list[psutil.Process]:
+    """Below this process. Orphans that have ended are reaped."""
     living: list[psutil.Process] = []
-    spared: set[int] = set()
+    others: set[int] = set()
     for process in psutil.Process().children(recursive=True):  # a parent comes before its children
         try:
-            if process.ppid() in spared or DAEMON in process.cmdline():
-                spared.add(process.pid)
+            if process in spared or process.ppid() in others or DAEMON in process.cmdline():
+                others.add(process.pid)
             elif process.status() != psutil.STATUS_ZOMBIE:
                 living.append(process)
             elif process.ppid() == os.getpid() and process.pid not in workers:

@@ -16,7 +16,7 @@ from ckptd.wire.messages import TrainerLife
 from ckptd_client.launch.journal import Journal
 from ckptd_client.launch.lookout import Lookout
 from ckptd_client.launch.policy import Failure, Policy, RestartRules
-from ckptd_client.launch.processes import end_all, exit_of, in_words
+from ckptd_client.launch.processes import children, end_all, exit_of, in_words
 from ckptd_client.launch.recovery import died_ns, recovered
 
 ASK_SECONDS = 0.2
@@ -34,6 +34,8 @@ class Supervisor:
         self._lookout = lookout
         self._journal = journal
         self._stop_seconds = stop_seconds
+        self._others = children()
+        """Not of the group: they were there before."""
         self._stop_at: float | None = None
         """When the group is ended, once it was asked to stop."""
         self._stop_asked = threading.Event()
@@ -91,11 +93,11 @@ class Supervisor:
             self._noticed_ns = time.monotonic_ns()
             words = [f"local rank {rank} {in_words(code)}" for rank, code in ended if code]
             self._what = "; ".join(words[:4]) or "workers did not stop in time"
-        end_all(self._pids)
+        end_all(self._pids, self._others)
 
     def clear(self) -> None:
         """End whatever the group has left behind."""
-        end_all(self._pids)
+        end_all(self._pids, self._others)
 
     # What comes next
 
