@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ckptd.daemon.tasks import Tasks
 from ckptd.daemon.triage import give_up
 from ckptd.daemon.verifying import Verifying
 from ckptd.daemon.watch.watchdog import Watchdog
+from ckptd.daemon.watch.webhook import Webhook
 from ckptd.errors import DaemonError, DeadlineExceeded, NoCheckpoint, RunInUse
 from ckptd.format.keys import Version
 from ckptd.health.monitor import Monitor
@@ -48,6 +50,9 @@ class Service:
         self.sessions: set[Session] = set()
         self.seats: dict[Seat, Owner] = {}
         """Seat → its last owner, dead or alive."""
+        self.starts: Counter[str] = Counter()
+        """Run → how often its trainers were started, as far as it is known here."""
+        self._launches: dict[str, str] = {}
         self._owners: set[Owner] = set()
         """All whose process is watched."""
         self.tasks = Tasks()
@@ -73,6 +78,9 @@ class Service:
         self.saves = Saves(self.tasks, commits, tally, self.replication, self.arenas, bases)
         self.watch = Watchdog(settings.watch, settings.state_path, self._works_for, self.tasks)
         self.monitor = Monitor(settings.health_seconds)
+        self._webhook = None if settings.webhook is None else Webhook(settings.webhook)
+        if self._webhook is not None:
+            self.watch.alerts.sinks.append(self._webhook)
         self.ending = asyncio.Event()
         """Set when the daemon is to end, its work being done."""
 
@@ -90,6 +98,9 @@ class Service:
                 )
             self._unseat(before, owner)
         self.seats[owner.seat] = owner
+        if self._launches.get(owner.seat.url) != owner.launch:
+            self._launches[owner.seat.url] = owner.launch
+            self.starts[owner.seat.url] += 1
         self._owners.add(owner)
         self.saves.arrived(owner)
         log.info("%s: %s, world of %d", owner.seat, owner, owner.world)
@@ -203,6 +214,8 @@ class Service:
             session.close()
         self.monitor.close()
         await self.tasks.cancel()
+        if self._webhook is not None:
+            await asyncio.to_thread(self._webhook.close)
         self.watch.close()
         self.saves.close()
         await self.stores.aclose()
