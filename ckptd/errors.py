@@ -198,25 +198,25 @@ class TrainingStopped(CkptdError):
     """It was asked to stop, and has saved. Start it again, and it goes on."""
 
     retryable = True
-    exit_code = 14
+    exit_code = 15
 
 
 class CrashLoop(CkptdError):
     """It fails at the same step again and again, from older checkpoints too. Another start will fail alike."""
 
-    exit_code = 15
+    exit_code = 16
 
 
 class NeverStarted(CkptdError):
     """It fails before its first step: a mistake in the script, its arguments or its surroundings."""
 
-    exit_code = 16
+    exit_code = 17
 
 
 class RestartsUsedUp(CkptdError):
     """It was restarted as often as it may be. Its checkpoints are sound, as far as anybody knows."""
 
-    exit_code = 17
+    exit_code = 18
 
 
 def to_fields(error: BaseException) -> dict[str, str]:

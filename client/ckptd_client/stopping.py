@@ -27,7 +27,7 @@ _log = logging.getLogger("ckptd")
 
 class Stopped(SystemExit):
     """Ends the training after a last save that all ranks have taken: raised by ``Checkpointer.step``. Uncaught, the
-    process ends with the exit code 14."""
+    process ends with the exit code 15."""
 
     def __init__(self, step: int) -> None:
         super().__init__(TrainingStopped.exit_code)

@@ -30,7 +30,9 @@ SIZE = 900_000
 
 
 def get(daemon: DaemonProcess, path: str) -> tuple[int, str]:
-    found = re.search(r"metrics at (http://[^ ]+)/metrics", daemon.log.read_text())
+    line = re.compile(r"metrics at (http://[^ ]+)/metrics")
+    wait_until(lambda: line.search(daemon.log.read_text()) is not None, "the web server", deadline_seconds=20)
+    found = line.search(daemon.log.read_text())
     assert found is not None
     try:
         with urllib.request.urlopen(found[1] + path, timeout=20) as answer:

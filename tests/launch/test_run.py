@@ -6,12 +6,14 @@ import asyncio
 import os
 import signal
 
+import psutil
 import pytest
 
 from ckptd.checkpoint.run import Run
 from ckptd.errors import NeverStarted, TrainingStopped
 from ckptd.format.keys import Version
 from ckptd.storage import open_backend
+from devtools.processes import wait_until
 from tests.client.conftest import committed
 from tests.launch.conftest import Launcher
 
@@ -74,3 +76,11 @@ def test_r81_a_signal_to_one_rank_stops_all_after_the_same_saved_step(launcher: 
     (stopped,) = launcher.events("stopped")
     assert stopped["safe"]
     assert launcher.events("failed") == []
+
+
+def test_r161_workers_die_with_a_launcher_that_is_killed(launcher: Launcher) -> None:
+    launcher.start("stop")
+    launcher.await_step(1)
+    (pid,) = [line["pid"] for line in launcher.told() if "pid" in line]
+    launcher.end()
+    wait_until(lambda: not psutil.pid_exists(pid), "the worker's end", deadline_seconds=20)
