@@ -53,6 +53,8 @@ class SnapshotOffer(msgspec.Struct, kw_only=True, frozen=True):
     """Not all of its values are finite."""
     writable: bool
     """The arena is this rank's own and nobody else writes into it: it may be borrowed to write in as well."""
+    debug: bool = False
+    """Saved for a post-mortem: not to be restored by itself."""
 
 
 class TierOfRun(msgspec.Struct, kw_only=True, frozen=True):

@@ -314,7 +314,7 @@ class Checkpointer:
             self._snapshots.boundary_passed()
             for deferred, kept_metrics in self._take_deferred():
                 self._save_now(deferred, step, kept_metrics)
-        save = self._request(step, pin=False, reason="due", metrics=numbers) if due else None
+        save = self._request(step, reason="due", metrics=numbers) if due else None
         if self._schedule.appointments.stops(step) and not self._deferred:
             self.fence()
             raise stopping.Stopped(step)
@@ -325,6 +325,7 @@ class Checkpointer:
         step: int,
         *,
         pin: bool = False,
+        debug: bool = False,
         reason: str | None = None,
         metrics: Mapping[str, Any] | None = None,
     ) -> Save:
@@ -332,24 +333,28 @@ class Checkpointer:
         step itself is held, by its hook or :meth:`fence`, until the rest is copied.
 
         Inside gradient accumulation the snapshot is taken at the next boundary, and the handle is ``deferred`` till
-        then. A repeated save of a step returns the first one's handle. All ranks save the same steps.
+        then. A repeated save of a step returns the first one's handle. All ranks save the same steps. ``debug``: for a
+        post-mortem, such as the state in which an anomaly was seen: restored by its step, or where there is no other.
 
         Raises :class:`ckptd.errors.StateError` for a state that cannot be saved, before anything is written;
         :class:`UsageError` for a call out of order. Everything else that fails ends on the handle.
         """
         self._check_open()
         check_step(step)
-        save = self._request(step, pin=pin, reason=reason or "", metrics=metrics_for_record(dict(metrics or {})))
+        numbers = metrics_for_record(dict(metrics or {}))
+        save = self._request(step, pin=pin, debug=debug, reason=reason or "", metrics=numbers)
         if isinstance(save.error, StateError):
             raise save.error
         return save
 
-    def _request(self, step: int, *, pin: bool, reason: str, metrics: dict[str, float | None]) -> Save:
+    def _request(
+        self, step: int, *, pin: bool = False, debug: bool = False, reason: str, metrics: dict[str, float | None]
+    ) -> Save:
         life = self._open_life(None, fresh=False)
         known = self._handles.get(Version(step, life.generation))
         if known is not None:
             return known
-        save = Save(Version(step, life.generation), reason, pin=pin)
+        save = Save(Version(step, life.generation), reason, pin=pin, debug=debug)
         self._handles.add(save)
         if self._at_boundary(step):
             self._save_now(save, step, metrics)
