@@ -56,6 +56,8 @@ def _saves(service: Service) -> Iterator[Metric]:
     yield _gauge("ckptd_saves_under_way", "Saves that are neither committed nor failed.", now, "stage")
     ages = {run: time.time() - at for run, at in tally.committed_unix_seconds.items()}
     yield _gauge("ckptd_last_commit_age_seconds", "Since the newest commit of a run, as seen here.", ages, "run")
+    verified = {root: time.time() - at for root, at in tally.verified_unix_seconds.items()}
+    yield _gauge("ckptd_last_verified_age_seconds", "Since a checkpoint at a root was last verified.", verified, "run")
     steps = {run: float(version.step) for run, version in tally.committed.items()}
     yield _gauge("ckptd_last_commit_step", "The step of that commit.", steps, "run")
 

@@ -79,6 +79,8 @@ class Tally:
     """Run → what was committed last."""
     committed_unix_seconds: dict[str, float] = field(default_factory=dict[str, float])
     """Run → when."""
+    verified_unix_seconds: dict[str, float] = field(default_factory=dict[str, float])
+    """Root → when a checkpoint there was read again and found sound."""
     bytes: int = 0
     """Of shards that became durable."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))

@@ -59,7 +59,7 @@ async def candidates(
             await refuse_stale(tiers, roots[0].launch)
         standings = await tiers.standings()
     bad = {version: "unhealthy" for version in unhealthy}
-    bad |= {v: "unhealthy" if each.unhealthy else "suspect" for v, each in standings.items() if not each.good}
+    bad |= {v: each.against for v, each in standings.items() if not each.good}
     if step != "latest":
         chosen = choose(step, line, sorted(committed))
         return [chosen], [f"step {spoken(chosen)} is marked {bad[chosen]}"] if chosen in bad else []
