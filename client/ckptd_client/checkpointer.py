@@ -314,7 +314,7 @@ class Checkpointer:
             self._snapshots.boundary_passed()
             for deferred, kept_metrics in self._take_deferred():
                 self._save_now(deferred, step, kept_metrics)
-        save = self._request(step, reason="due", metrics=numbers) if due else None
+        save = self._request(step, "due", numbers) if due else None
         if self._schedule.appointments.stops(step) and not self._deferred:
             self.fence()
             raise stopping.Stopped(step)
@@ -342,19 +342,17 @@ class Checkpointer:
         self._check_open()
         check_step(step)
         numbers = metrics_for_record(dict(metrics or {}))
-        save = self._request(step, pin=pin, debug=debug, reason=reason or "", metrics=numbers)
+        save = self._request(step, reason or "", numbers, pin=pin, debug=debug)
         if isinstance(save.error, StateError):
             raise save.error
         return save
 
-    def _request(
-        self, step: int, *, pin: bool = False, debug: bool = False, reason: str, metrics: dict[str, float | None]
-    ) -> Save:
+    def _request(self, step: int, reason: str, metrics: dict[str, float | None], **kinds: bool) -> Save:
         life = self._open_life(None, fresh=False)
         known = self._handles.get(Version(step, life.generation))
         if known is not None:
             return known
-        save = Save(Version(step, life.generation), reason, pin=pin, debug=debug)
+        save = Save(Version(step, life.generation), reason, **kinds)
         self._handles.add(save)
         if self._at_boundary(step):
             self._save_now(save, step, metrics)
