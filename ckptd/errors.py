@@ -191,6 +191,34 @@ class DeadlineExceeded(CkptdError):
     exit_code = 12
 
 
+# How a training under ``ckptd run`` ends
+
+
+class TrainingStopped(CkptdError):
+    """It was asked to stop, and has saved. Start it again, and it goes on."""
+
+    retryable = True
+    exit_code = 15
+
+
+class CrashLoop(CkptdError):
+    """It fails at the same step again and again, from older checkpoints too. Another start will fail alike."""
+
+    exit_code = 16
+
+
+class NeverStarted(CkptdError):
+    """It fails before its first step: a mistake in the script, its arguments or its surroundings."""
+
+    exit_code = 17
+
+
+class RestartsUsedUp(CkptdError):
+    """It was restarted as often as it may be. Its checkpoints are sound, as far as anybody knows."""
+
+    exit_code = 18
+
+
 def to_fields(error: BaseException) -> dict[str, str]:
     """An error as plain data: the name of its class here, its message and its hint."""
     if isinstance(error, CkptdError):

@@ -141,5 +141,7 @@ CHILDREN_MAX = 32
 """Processes below one trainer that a report lists."""
 HANG_REPORTS_KEPT = 32
 ALERTS_KEPT = 64
+LIVES_KEPT = 1024
+"""Trainers that have ended of which a daemon can tell how far they came."""
 LEARNED_RUNS_KEPT = 256
 """Runs whose learned limits a daemon keeps; the oldest go."""

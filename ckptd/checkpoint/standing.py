@@ -23,16 +23,23 @@ class Standing:
     unhealthy: bool = False
     """What was saved is of no use: values that are not finite, say. It may well verify."""
     pinned: bool = False
+    debug: bool = False
+    """It was saved for a post-mortem."""
 
     @property
     def good(self) -> bool:
         """Nothing speaks against going on from it."""
-        return not self.suspect and not self.unhealthy
+        return not self.suspect and not self.unhealthy and not self.debug
+
+    @property
+    def against(self) -> str:
+        """The word for what speaks against it; empty where it is good."""
+        return next((word for word in ("unhealthy", "suspect", "debug") if getattr(self, word)), "")
 
     @property
     def words(self) -> tuple[str, ...]:
         """For people."""
-        return tuple(word for word in ("verified", "suspect", "unhealthy", "pinned") if getattr(self, word))
+        return tuple(word for word in ("verified", "suspect", "unhealthy", "pinned", "debug") if getattr(self, word))
 
 
 UNMARKED = Standing()
@@ -47,6 +54,7 @@ def standing(kinds: Sequence[str]) -> Standing:
         suspect=soundness == "suspect",
         unhealthy=_latest(kinds, _HEALTH) == "unhealthy",
         pinned=_latest(kinds, _PINS) == "pinned",
+        debug="debug" in kinds,
     )
 
 

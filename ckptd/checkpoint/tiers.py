@@ -63,6 +63,7 @@ class TierRuns:
                 suspect=any(each.suspect for each in each_tier) and not any(each.verified for each in each_tier),
                 unhealthy=any(each.unhealthy for each in each_tier),
                 pinned=any(each.pinned for each in each_tier),
+                debug=any(each.debug for each in each_tier),
             )
             for version, each_tier in found.items()
         }

@@ -13,6 +13,7 @@ from ckptd.cli import (
     plan_command,
     preflight_command,
     prune_commands,
+    run_command,
     storage_commands,
 )
 from ckptd.daemon.command import daemon
@@ -38,6 +39,11 @@ app.command("unpin")(prune_commands.unpin)
 app.command("plan")(plan_command.plan)
 app.command("doctor")(doctor_command.doctor)
 app.command("preflight")(preflight_command.preflight)
+app.command(
+    "run",
+    add_help_option=False,  # torchrun's own, with ours
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+)(run_command.run)
 
 
 @app.callback(invoke_without_command=True)

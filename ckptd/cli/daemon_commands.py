@@ -35,7 +35,8 @@ def drain(
     socket: Socket = None,
     json: Json = False,
 ) -> None:
-    """Let the daemon finish what is sealed, and end. Fails, naming it, if something is not finished in time."""
+    """Let the daemon finish what is sealed, and end: all of it, or where there is no time for all, the newest that
+    there is time for by the bandwidth measured. Fails, naming what is not finished."""
     path = socket or default_socket()
     request = Drain(deadline_seconds=deadline)
     guarded(lambda: call(path, request, Done, seconds=deadline + GRACE_SECONDS), as_json=json)

@@ -278,6 +278,7 @@ def _offers_of(arena: Arena, *, writable: bool) -> list[SnapshotOffer]:
                 rank=snapshot.rank,
                 unhealthy=record.unhealthy,
                 writable=writable,
+                debug=snapshot.debug,
             )
         )
     return offers

@@ -72,6 +72,12 @@ def daemon(
         float, typer.Option(help="Seconds from the report of a hang to the end, if wanted.", min=0.0)
     ] = HANG_GRACE_SECONDS,
     health_every: Annotated[float, typer.Option(help="Seconds between looks at the machine.", min=0)] = HEALTH_SECONDS,
+    metrics: Annotated[
+        str | None, typer.Option(help="host:port of a web server with /metrics, /healthz and /readyz.")
+    ] = None,
+    webhook: Annotated[
+        str | None, typer.Option(help="A URL to which alerts are posted as JSON.", envvar="CKPTD_WEBHOOK")
+    ] = None,
     log_file: Annotated[Path | None, typer.Option(help="Else to standard error.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="For journals; else beside the socket.")] = None,
 ) -> None:
@@ -100,6 +106,8 @@ def daemon(
             grace_seconds=hang_grace,
         ),
         health_seconds=health_every,
+        metrics_address=metrics,
+        webhook=webhook,
         log_file=log_file,
         state_dir=state_dir,
     )

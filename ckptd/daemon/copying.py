@@ -15,7 +15,7 @@ from ckptd.checkpoint.objects import place
 from ckptd.checkpoint.reader import CheckpointReader
 from ckptd.checkpoint.unchanged import Described, described
 from ckptd.daemon.assembled import AssembledSource
-from ckptd.daemon.receipts import put_first, skip_reason
+from ckptd.daemon.receipts import put_debug_mark, put_first, skip_reason
 from ckptd.errors import IntegrityError, NotFound, SaveError, SaveSkipped
 from ckptd.format.digests import hex_digest
 from ckptd.format.keys import receipt_key, shard_key
@@ -78,6 +78,8 @@ class ShardCopy:
             on_bytes(shard.bytes)
         else:
             await self._put(shard, header, runs, on_bytes)
+        if self.snapshot.debug:
+            await put_debug_mark(self.target, self.reader.version)
         return await self._accepted(await put_first(self.target, self._key, data))
 
     def stored_bytes(self, references: Sequence[Reference]) -> int:

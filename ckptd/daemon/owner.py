@@ -15,7 +15,7 @@ from ckptd.checkpoint.trial import Loader
 from ckptd.daemon.tier import Exchange, Tier
 from ckptd.errors import UsageError
 from ckptd.storage import Backend
-from ckptd.wire.messages import Outgoing
+from ckptd.wire.messages import Outgoing, TierOfRun
 
 
 class Seat(NamedTuple):
@@ -97,6 +97,8 @@ class Owner:
     incremental: bool = True
     """What is unchanged since an older checkpoint is referred to and not stored again."""
     send: Callable[[Outgoing], None] = field(repr=False)
+    asked_tiers: tuple[TierOfRun, ...] = field(default=(), repr=False)
+    """As it named them, to be opened again when it is gone. Secrets may be in here."""
     connected: bool = True
     hung_up: bool = False
     """The connection was ended by its side."""

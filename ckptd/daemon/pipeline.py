@@ -76,7 +76,9 @@ class Pipeline:
         if save.durable is not None and save.owner.incremental:
             self._bases.committed(save.owner.seat.url, *save.durable, likely=save.likely)
         self._tally.counts["committed"] += 1
+        self._tally.seconds["commit"] += time.monotonic() - began
         self._tally.committed[save.owner.seat.url] = save.version
+        self._tally.committed_unix_seconds[save.owner.seat.url] = time.time()
         if not save.owner.dead:
             self._arenas.drop_abandoned(save.owner)
         self._replication.committed(save.owner, save.owner.nearest, save.run, save.version)
@@ -102,6 +104,9 @@ class Pipeline:
             self._arenas.sweep()
         fill.settle(SlotState.DURABLE)
         self._tally.counts["durable"] += 1
+        self._tally.bytes += fill.record.shard_bytes
+        self._tally.seconds["queue"] += began - save.began_seconds
+        self._tally.seconds["write"] += time.monotonic() - began
         stats: dict[str, float | str] = {
             "queue_seconds": began - save.began_seconds,
             "write_seconds": time.monotonic() - began,

@@ -48,6 +48,12 @@ async def put_same(backend: Backend, key: str, data: bytes) -> None:
         raise IntegrityError(f"{key}: another commit of this checkpoint wrote different bytes")
 
 
+async def put_debug_mark(backend: Backend, version: Version) -> None:
+    """Say of a checkpoint that is not there yet that it is for a post-mortem only. Durable on return."""
+    mark = Mark(by="save", mark="debug", reason="asked for when it was saved", version=str(version))
+    await put_same(backend, mark_key(version, "debug", "save"), encode(mark))
+
+
 async def put_receipt(backend: Backend, key: str, receipt: Receipt) -> bytes:
     """The rank's receipt as it is stored in the end. Where another attempt with the same bytes was first, its receipt
     counts, and this attempt's shard is deleted.

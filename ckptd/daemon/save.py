@@ -77,6 +77,14 @@ class Tally:
     failures: deque[Failure] = field(default_factory=lambda: deque[Failure](maxlen=FAILURES_KEPT))
     committed: dict[str, Version] = field(default_factory=dict[str, Version])
     """Run → what was committed last."""
+    committed_unix_seconds: dict[str, float] = field(default_factory=dict[str, float])
+    """Run → when."""
+    verified_unix_seconds: dict[str, float] = field(default_factory=dict[str, float])
+    """Root → when a checkpoint there was read again and found sound."""
+    bytes: int = 0
+    """Of shards that became durable."""
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
+    """Phase → how long saves were in it, all together."""
 
     def failed(self, seat: Seat, version: Version, stage: Stage, error: str) -> None:
         """Something went wrong that fails no save by itself: it is seen in the status."""

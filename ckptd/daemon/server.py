@@ -20,6 +20,7 @@ from ckptd.daemon.connection import Connection
 from ckptd.daemon.service import Service
 from ckptd.daemon.session import Session
 from ckptd.daemon.settings import Settings
+from ckptd.daemon.web import Web
 from ckptd.errors import AccessDenied, CkptdError, DeadlineExceeded, ResourceError, first_line
 from ckptd.limits import CLIENTS_MAX
 from ckptd.wire.channel import Peer, peer_of, prepare_folder
@@ -72,7 +73,10 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
     service.tasks.spawn(service.watch.run(), "watchdog")
     service.monitor.start()
     log.info("ckptd %s serves %s, process %d", __version__, settings.socket, os.getpid())
+    web = None
     try:
+        if settings.metrics_address is not None:
+            web = Web(service, settings.metrics_address)
         await service.ending.wait()
         if drains:
             await drains[0]
@@ -84,6 +88,8 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
         settings.socket.unlink(missing_ok=True)
         housekeeping.cancel()
         await asyncio.wait([housekeeping])
+        if web is not None:
+            await asyncio.to_thread(web.close)
         await service.close()
         log.info("ended")
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from ckptd.checkpoint.doubt import doubt
 from ckptd.daemon.arenas import Arenas
 from ckptd.daemon.bases import Bases
 from ckptd.daemon.commit import Patience
@@ -21,9 +23,12 @@ from ckptd.daemon.settings import Settings
 from ckptd.daemon.status import status_of
 from ckptd.daemon.stores import Stores, Use
 from ckptd.daemon.tasks import Tasks
+from ckptd.daemon.triage import give_up
 from ckptd.daemon.verifying import Verifying
 from ckptd.daemon.watch.watchdog import Watchdog
-from ckptd.errors import DaemonError, DeadlineExceeded, RunInUse
+from ckptd.daemon.watch.webhook import Webhook
+from ckptd.errors import DaemonError, DeadlineExceeded, NoCheckpoint, RunInUse
+from ckptd.format.keys import Version
 from ckptd.health.monitor import Monitor
 from ckptd.limits import COPY_READS_AT_ONCE, VERIFY_READS_AT_ONCE
 from ckptd.storage import Limits
@@ -32,6 +37,8 @@ from ckptd.wire.messages import Failed
 log = logging.getLogger(__name__)
 
 LOCAL = "file://"
+TRIAGE_SECONDS = 0.5
+"""How often a drain looks at what can still be done in time."""
 
 
 class Service:
@@ -43,6 +50,9 @@ class Service:
         self.sessions: set[Session] = set()
         self.seats: dict[Seat, Owner] = {}
         """Seat → its last owner, dead or alive."""
+        self.starts: Counter[str] = Counter()
+        """Run → how often its trainers were started, as far as it is known here."""
+        self._launches: dict[str, str] = {}
         self._owners: set[Owner] = set()
         """All whose process is watched."""
         self.tasks = Tasks()
@@ -68,6 +78,9 @@ class Service:
         self.saves = Saves(self.tasks, commits, tally, self.replication, self.arenas, bases)
         self.watch = Watchdog(settings.watch, settings.state_path, self._works_for, self.tasks)
         self.monitor = Monitor(settings.health_seconds)
+        self._webhook = None if settings.webhook is None else Webhook(settings.webhook)
+        if self._webhook is not None:
+            self.watch.alerts.sinks.append(self._webhook)
         self.ending = asyncio.Event()
         """Set when the daemon is to end, its work being done."""
 
@@ -85,6 +98,9 @@ class Service:
                 )
             self._unseat(before, owner)
         self.seats[owner.seat] = owner
+        if self._launches.get(owner.seat.url) != owner.launch:
+            self._launches[owner.seat.url] = owner.launch
+            self.starts[owner.seat.url] += 1
         self._owners.add(owner)
         self.saves.arrived(owner)
         log.info("%s: %s, world of %d", owner.seat, owner, owner.world)
@@ -143,26 +159,54 @@ class Service:
         roots = (backend.url for backend in used if backend.url.startswith(LOCAL))
         self.monitor.watch([self.settings.state_path, *(Path(root.removeprefix(LOCAL)) for root in roots)])
 
+    async def doubt(self, launch: str, reason: str) -> Version | None:
+        """Mark suspect what the trainers of a launch had restored, in every tier that has it; see
+        :func:`ckptd.checkpoint.doubt.doubt`. Raises :class:`NoCheckpoint` where nothing is known of such trainers."""
+        found = self.watch.lives.last_of(launch)
+        if found is None:
+            raise NoCheckpoint(f"no trainer of launch {launch} has saved or restored here")
+        life, asked = found
+        tiers = await self.stores.open(asked)
+        return await doubt([tier.backend for tier in tiers], life.generation, by=f"launch {launch}", reason=reason)
+
     # The end
 
     async def drain(self, deadline_seconds: float) -> None:
         """Take no new saves, and return when those under way are committed, and copied to the further tiers that take
-        them; the daemon then ends.
+        them; the daemon then ends. What there is no time for, by the bandwidth measured, is given up for the newest
+        that there is time for; see :mod:`ckptd.daemon.triage`.
 
         Raises :class:`ckptd.errors.DeadlineExceeded`, naming what is not; the daemon ends all the same.
         """
         self.saves.draining = True
         log.info("draining: %d saves under way, at most %g s", len(self.saves.under_way()), deadline_seconds)
         until = time.monotonic() + deadline_seconds
+        given_up: dict[str, str] = {}
+        choosing = self.tasks.spawn(self._choose(until, given_up), "triage")
         try:
             await self.saves.idle(None, deadline_seconds)
+            if given_up:
+                named = "; ".join(f"{what}: {why}" for what, why in list(given_up.items())[:8])
+                raise DeadlineExceeded(
+                    f"given up for want of time: {named}",
+                    hint="what is newer or fits is committed; give --deadline more",
+                )
             if unfinished := await self.replication.settled(until - time.monotonic()):
                 raise DeadlineExceeded(
                     f"not copied after {deadline_seconds:g} s: {', '.join(unfinished[:8])}",
                     hint="what is committed stays where it is, and the next start copies it",
                 )
         finally:
+            choosing.cancel()
             self.ending.set()
+
+    async def _choose(self, until: float, given_up: dict[str, str]) -> None:
+        """Give up what there is no time for, as soon as that can be told."""
+        while (left := until - time.monotonic()) > 0:
+            given_up |= (said := give_up(self.saves.under_way(), left))
+            for what, why in said.items():
+                log.error("given up, so that others get done: %s: %s", what, why)
+            await asyncio.sleep(TRIAGE_SECONDS)
 
     async def close(self) -> None:
         """Let go of everything."""
@@ -170,6 +214,8 @@ class Service:
             session.close()
         self.monitor.close()
         await self.tasks.cancel()
+        if self._webhook is not None:
+            await asyncio.to_thread(self._webhook.close)
         self.watch.close()
         self.saves.close()
         await self.stores.aclose()

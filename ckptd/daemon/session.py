@@ -26,16 +26,20 @@ from ckptd.wire.messages import (
     AwaitIdle,
     BorrowArena,
     Done,
+    Doubt,
+    Doubted,
     Drain,
     DropArena,
     Filled,
     Filling,
+    GetLives,
     GetStatus,
     HandArena,
     HandWatched,
     Hello,
     Incoming,
     ListOffers,
+    Lives,
     MakeArena,
     Offers,
     Outgoing,
@@ -97,6 +101,10 @@ class Session:
                 self._greet(message)
             case GetStatus():
                 self._answer(message, self._status(message))
+            case GetLives():
+                self._answer(message, self._lives(message))
+            case Doubt():
+                self._answer(message, self._doubt(message))
             case Drain():
                 self._answer(message, self._drain(message))
             case _:
@@ -197,6 +205,7 @@ class Session:
                 loader=self._loader(hello),
                 load_every=hello.load_every,
                 incremental=hello.incremental,
+                asked_tiers=hello.tiers,
             )
             self.service.seat(owner, takeover=hello.takeover)
         except Exception:
@@ -220,6 +229,13 @@ class Session:
 
     async def _status(self, request: GetStatus) -> tuple[Outgoing, int | None]:
         return Status(request=request.request, status=self.service.status()), None
+
+    async def _lives(self, request: GetLives) -> tuple[Outgoing, int | None]:
+        return Lives(request=request.request, lives=self.service.watch.lives_of(request.launch)), None
+
+    async def _doubt(self, request: Doubt) -> tuple[Outgoing, int | None]:
+        version = await self.service.doubt(request.launch, request.reason)
+        return Doubted(request=request.request, version="" if version is None else str(version)), None
 
     async def _drain(self, request: Drain) -> tuple[Outgoing, int | None]:
         await self.service.drain(request.deadline_seconds)

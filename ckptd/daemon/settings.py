@@ -52,6 +52,10 @@ class Settings:
     """What counts as a hang, and what is done about one."""
     health_seconds: float = HEALTH_SECONDS
     """How often the machine and its GPUs are looked at; 0: never."""
+    metrics_address: str | None = None
+    """Host and port of the web server for metrics and probes; ``None``: there is none."""
+    webhook: str | None = field(default=None, repr=False)
+    """A URL for alerts. It may hold a token: never logged."""
     log_file: Path | None = None
     """``None``: to standard error."""
     state_dir: Path | None = None

@@ -53,6 +53,7 @@ class SlotSource:
         self._threads = threads
         self._view = fill.held.arena.shard(fill.slot, fill.record)
         self._held = fill.held.arena.held(fill.slot, fill.record)
+        self.began_seconds = time.monotonic()
         self.sent_bytes = 0
         """Of parts that were ready; at most the size of the shard, where a backend repeats none."""
         self.progress_seconds = time.monotonic()

@@ -18,7 +18,7 @@ from ckptd.daemon.assembled import AssembledSource
 from ckptd.daemon.fencing import check_generation, check_run
 from ckptd.daemon.fill import Fill
 from ckptd.daemon.owner import Owner
-from ckptd.daemon.receipts import put_receipt, put_unhealthy, receipt_in
+from ckptd.daemon.receipts import put_debug_mark, put_receipt, put_unhealthy, receipt_in
 from ckptd.daemon.source import Blocks, SlotSource
 from ckptd.errors import (
     FormatError,
@@ -190,6 +190,8 @@ async def upload(
             resident_blocks=source.resident_blocks,
         )
         receipt = Receipt(shard=proof, snapshot=msgspec.Raw(contents.doc))
+        if snapshot.debug:
+            await put_debug_mark(backend, snapshot.version)
         return Uploaded(await put_receipt(backend, contents.receipt_key, receipt), info.path_taken)
     except (SaveError, IntegrityError):
         # Certainly no receipt names it. After any other error one may.

@@ -123,6 +123,7 @@ class Verifying:
     def _tell(self, wanted: _Wanted, found: Verification, *, stands: bool) -> None:
         if found.good:
             self._tally.counts["verified"] += 1
+            self._tally.verified_unix_seconds[wanted.tier.backend.url] = time.time()
             log.info("verified %s at %s", wanted.version, wanted.tier.backend.url)
         elif stands:
             self._tally.counts["suspect"] += 1

@@ -136,6 +136,8 @@ class Snapshot(Record, kw_only=True, frozen=True):
     kind: Literal["snapshot"] = _written("snapshot")
     check_replicas: bool = False
     """The daemon digests the resident pieces as well, and the commit compares them with what their owners wrote."""
+    debug: bool = False
+    """For a post-mortem: marked so before its receipt, and not restored by itself."""
     generation: Generation
     launch: Text
     layout: msgspec.Raw

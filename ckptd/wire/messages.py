@@ -53,6 +53,8 @@ class SnapshotOffer(msgspec.Struct, kw_only=True, frozen=True):
     """Not all of its values are finite."""
     writable: bool
     """The arena is this rank's own and nobody else writes into it: it may be borrowed to write in as well."""
+    debug: bool = False
+    """Saved for a post-mortem: not to be restored by itself."""
 
 
 class TierOfRun(msgspec.Struct, kw_only=True, frozen=True):
@@ -180,6 +182,20 @@ class GetStatus(Request, kw_only=True, frozen=True, tag="get_status"):
     """Answered by Status. Needs no Hello."""
 
 
+class GetLives(Request, kw_only=True, frozen=True, tag="get_lives"):
+    """How far did the trainers of a launch come? Answered by Lives. Needs no Hello."""
+
+    launch: str
+
+
+class Doubt(Request, kw_only=True, frozen=True, tag="doubt"):
+    """What the trainers of this launch, which are over, had restored does not do: mark it suspect, in every tier that
+    has it, so that the next restore takes the one before. Answered by Doubted. Needs no Hello."""
+
+    launch: str
+    reason: str
+
+
 class Drain(Request, kw_only=True, frozen=True, tag="drain"):
     """Finish what is sealed and end. Answered by Done when all is committed, or Refused with what is not. Needs no
     Hello."""
@@ -228,6 +244,38 @@ class Status(Request, kw_only=True, frozen=True, tag="status"):
     status: dict[str, Any]
 
 
+class TrainerLife(msgspec.Struct, kw_only=True, frozen=True):
+    """One trainer process, from its session on. Times in nanoseconds of this machine's monotonic clock; 0: not yet."""
+
+    run: str
+    rank: Rank
+    world: World
+    launch: str
+    pid: int
+    generation: Size
+    began_ns: Size
+    restoring_ns: Size
+    restored_ns: Size
+    first_step_ns: Size
+    ended_ns: Size
+    last_step: Size
+    steps: Size
+    """Seen of it."""
+
+
+class Lives(Request, kw_only=True, frozen=True, tag="lives"):
+    """Trainers of one launch on this node, in the order in which they ended, then those that live."""
+
+    lives: tuple[TrainerLife, ...]
+
+
+class Doubted(Request, kw_only=True, frozen=True, tag="doubted"):
+    """What was marked."""
+
+    version: str
+    """Empty: they had restored nothing."""
+
+
 class Durable(Message, kw_only=True, frozen=True, tag="durable"):
     """The shard and its receipt are durable; the slot may be reused."""
 
@@ -271,10 +319,12 @@ Incoming = (
     | Skip
     | AwaitIdle
     | GetStatus
+    | GetLives
+    | Doubt
     | Drain
 )
 """What a daemon receives."""
-Outgoing = Welcome | Refused | Done | Offers | ArenaGranted | Status | Durable | Committed | Failed
+Outgoing = Welcome | Refused | Done | Offers | ArenaGranted | Status | Lives | Doubted | Durable | Committed | Failed
 """What a trainer receives."""
 
 _incoming = msgspec.json.Decoder(Incoming)

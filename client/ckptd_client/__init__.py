@@ -10,6 +10,7 @@ from ckptd_client.data import PerRank, Reshapes, ResumableLoader, ResumableStrea
 from ckptd_client.reader import open_checkpoint
 from ckptd_client.restored import Restored
 from ckptd_client.save import Save
+from ckptd_client.stopping import Stopped
 from ckptd_client.tiers import Tier
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "ResumableLoader",
     "ResumableStream",
     "Save",
+    "Stopped",
     "Tier",
     "open_checkpoint",
     "register_codec",

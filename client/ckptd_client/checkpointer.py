@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
 import time
 import uuid
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +34,7 @@ from ckptd.pulse.pulse import PhaseName, phase_named
 from ckptd.wire import messages
 from ckptd.wire.channel import default_socket
 from ckptd.wire.messages import Hello, Skip
+from ckptd_client import leaving, stopping
 from ckptd_client.agreement import open_agreement
 from ckptd_client.capture import Placement, State
 from ckptd_client.capture.selection import EVERYTHING, Selection
@@ -45,6 +44,7 @@ from ckptd_client.handles import Handles
 from ckptd_client.link import DaemonLink
 from ckptd_client.restore import Restorer
 from ckptd_client.restored import Restored, Wish
+from ckptd_client.resume import resumed
 from ckptd_client.save import Save, as_save_error
 from ckptd_client.schedule import Appointments, Schedule
 from ckptd_client.settings import check_settings, check_step, declared, to_be_finite
@@ -61,7 +61,6 @@ DOC_BYTES_SPARE = 65536
 """Of a snapshot's record beyond its layout and state tree."""
 
 _log = logging.getLogger("ckptd")
-_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
 class Checkpointer:
@@ -81,7 +80,8 @@ class Checkpointer:
     else ``$CKPTD_SOCKET``, else a private folder. ``on_error="raise"``: a failed save raises at the next
     :meth:`step`; else it is logged, and found on its handle. ``takeover``: take the run from a live owner.
     ``start_daemon=False``: where no daemon answers, wait for the one that somebody else runs. ``rank``, ``world``,
-    ``launch``: where neither torch.distributed nor a launcher tells them.
+    ``launch``: where neither torch.distributed nor a launcher tells them. ``stop_on``: signals, such as ``"SIGTERM"``,
+    that any rank may get: all ranks then save the same step, where :meth:`step` ends them; ``ckptd run`` names some.
 
     What several ranks hold alike is saved once, in shares. A DTensor says what it is, and data parallelism is known;
     ``replicated`` names the other plain tensors that are equal on all ranks: ``True`` for all of them, or patterns
@@ -122,6 +122,7 @@ class Checkpointer:
         on_error: OnError = "log",
         takeover: bool = False,
         start_daemon: bool = True,
+        stop_on: Sequence[str] | None = None,
         rank: int | None = None,
         world: int | None = None,
         launch: str | None = None,
@@ -132,6 +133,7 @@ class Checkpointer:
         :class:`ckptd.errors.DaemonError`, :class:`ckptd.errors.RunInUse`; nothing was written then.
         """
         check_settings(every_steps, every, slots, max_wait, verify_load_every)
+        stopping.listen(stop_on)
         self._on_full: OnFull = on_full
         self._on_error: OnError = on_error
         self._max_wait = max_wait
@@ -159,14 +161,14 @@ class Checkpointer:
         self._snapshots = Snapshots(
             self._state, planned, self._supply, self._stager, self._rank, self._world, check_replicas=check_replicas
         )
-        appointments = Appointments(self._agreement.store, self._rank, self._world, self._skip_missed)
+        appointments = Appointments(self._agreement.store, self._rank, self._world, self._skip_missed, stopping.asked)
         self._schedule = Schedule(every_steps, every, appointments, self._rank)
         self._life: Life | None = None
         self._boundary_step: int | None = None
         self._deferred: list[tuple[Save, dict[str, float | None]]] = []
         self._closed = False
         self._pid = os.getpid()
-        _open.add(self)
+        leaving.opened(self)
         if not any(offer.writable for offer in self._supply.held()):
             self._supply.grow(self._snapshots.slot_bytes_expected())
 
@@ -240,6 +242,7 @@ class Checkpointer:
 
         Memory first, then storage; everything is verified before the live state is touched, and a failed restore leaves
         it as it was. ``step=0`` starts over from nothing, beside what is there. All ranks call this, in the same order.
+        In a restart by the same launcher the newest checkpoint is meant, whatever ``step`` says, once there is one.
 
         The checkpoint may come from another number of ranks, or another layout: each rank reads what it needs.
         ``include`` and ``exclude``: shell-like patterns over names such as ``model/layers.0.weight``, each standing for
@@ -253,6 +256,7 @@ class Checkpointer:
         self._check_open()
         if self._life is not None:
             raise UsageError("restore() comes before the first save, and once")
+        step = resumed(step, self._agreement, self._roots, self._supply.await_idle)
         fresh = step == 0
         if fresh:
             restored = Restored()
@@ -296,6 +300,8 @@ class Checkpointer:
         their device.
 
         Returns the handle of a save, or ``None``. Never raises for a save that failed, unless ``on_error="raise"``.
+        Raises :class:`ckptd_client.Stopped`, a ``SystemExit``, on all ranks at the same step, after a last save, where
+        one of them got a signal of ``stop_on``.
         """
         self._check_open()
         check_step(step)
@@ -306,15 +312,20 @@ class Checkpointer:
         if self._snapshots.boundary.crossed():
             self._boundary_step = step
             self._snapshots.boundary_passed()
-            for save, kept_metrics in self._take_deferred():
-                self._save_now(save, step, kept_metrics)
-        return self._request(step, pin=False, reason="due", metrics=numbers) if due else None
+            for deferred, kept_metrics in self._take_deferred():
+                self._save_now(deferred, step, kept_metrics)
+        save = self._request(step, "due", numbers) if due else None
+        if self._schedule.appointments.stops(step) and not self._deferred:
+            self.fence()
+            raise stopping.Stopped(step)
+        return save
 
     def save(
         self,
         step: int,
         *,
         pin: bool = False,
+        debug: bool = False,
         reason: str | None = None,
         metrics: Mapping[str, Any] | None = None,
     ) -> Save:
@@ -322,24 +333,26 @@ class Checkpointer:
         step itself is held, by its hook or :meth:`fence`, until the rest is copied.
 
         Inside gradient accumulation the snapshot is taken at the next boundary, and the handle is ``deferred`` till
-        then. A repeated save of a step returns the first one's handle. All ranks save the same steps.
+        then. A repeated save of a step returns the first one's handle. All ranks save the same steps. ``debug``: for a
+        post-mortem, such as the state in which an anomaly was seen: restored by its step, or where there is no other.
 
         Raises :class:`ckptd.errors.StateError` for a state that cannot be saved, before anything is written;
         :class:`UsageError` for a call out of order. Everything else that fails ends on the handle.
         """
         self._check_open()
         check_step(step)
-        save = self._request(step, pin=pin, reason=reason or "", metrics=metrics_for_record(dict(metrics or {})))
+        numbers = metrics_for_record(dict(metrics or {}))
+        save = self._request(step, reason or "", numbers, pin=pin, debug=debug)
         if isinstance(save.error, StateError):
             raise save.error
         return save
 
-    def _request(self, step: int, *, pin: bool, reason: str, metrics: dict[str, float | None]) -> Save:
+    def _request(self, step: int, reason: str, metrics: dict[str, float | None], **kinds: bool) -> Save:
         life = self._open_life(None, fresh=False)
         known = self._handles.get(Version(step, life.generation))
         if known is not None:
             return known
-        save = Save(Version(step, life.generation), reason, pin=pin)
+        save = Save(Version(step, life.generation), reason, **kinds)
         self._handles.add(save)
         if self._at_boundary(step):
             self._save_now(save, step, metrics)
@@ -452,7 +465,7 @@ class Checkpointer:
 
     def _end(self) -> None:
         self._closed = True
-        _open.discard(self)
+        leaving.closed(self)
         self._snapshots.fence.close()
         self._stager.close()
         self._schedule.appointments.close()
@@ -484,17 +497,3 @@ class Checkpointer:
             self.close()
         except CkptdError as second:
             _log.error("while the training ended with an error: %s", second)
-
-
-def _forget_all() -> None:
-    for checkpointer in list(_open):
-        checkpointer.forget()
-
-
-def _abandon_all() -> None:
-    for checkpointer in list(_open):
-        checkpointer.abandon()
-
-
-os.register_at_fork(after_in_child=_forget_all)
-atexit.register(_abandon_all)

@@ -22,9 +22,14 @@ NOTICES_MAX = 16
 """So many reasons, of all ranks together, are given why memory was not used."""
 
 
-def offered(offers: Sequence[SnapshotOffer]) -> list[list[Any]]:
-    """What a rank tells of the snapshots that its daemon holds."""
-    return [[str(Version(o.step, o.generation)), o.run, o.world, o.rank, o.unhealthy] for o in offers]
+def offered(offers: Sequence[SnapshotOffer], wanted: Selector) -> list[list[Any]]:
+    """What a rank tells of the snapshots that its daemon holds: not of one that was saved for a post-mortem, unless it
+    is asked for by name."""
+    return [
+        [str(Version(o.step, o.generation)), o.run, o.world, o.rank, o.unhealthy]
+        for o in offers
+        if not o.debug or wanted != "latest"
+    ]
 
 
 async def usable(roots: Sequence[Root], held: list[list[list[Any]]]) -> list[Any]:

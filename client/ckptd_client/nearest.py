@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Generic, TypeVar
 
+from ckptd.checkpoint.leases import launch_family
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.selectors import Selector, choose, spoken
 from ckptd.checkpoint.standing import UNMARKED
@@ -58,7 +59,7 @@ async def candidates(
             await refuse_stale(tiers, roots[0].launch)
         standings = await tiers.standings()
     bad = {version: "unhealthy" for version in unhealthy}
-    bad |= {v: "unhealthy" if each.unhealthy else "suspect" for v, each in standings.items() if not each.good}
+    bad |= {v: each.against for v, each in standings.items() if not each.good}
     if step != "latest":
         chosen = choose(step, line, sorted(committed))
         return [chosen], [f"step {spoken(chosen)} is marked {bad[chosen]}"] if chosen in bad else []
@@ -66,6 +67,23 @@ async def candidates(
     newer = list(takewhile(lambda version: version in bad, line))
     said = [f"step {spoken(version)} was passed over: it is marked {bad[version]}" for version in newer]
     return [*good, *(version for version in line if version in bad)], said if good else []
+
+
+async def has_own(roots: Sequence[Root], launch: str) -> bool:
+    """Whether an earlier start of this launch has committed anything: it has got further than where it once began."""
+    async with visit_all(roots) as backends:
+        try:
+            tiers = await open_tiers(backends)
+        except NoCheckpoint:
+            return False
+        saved = {version.generation for version in await tiers.committed()}
+        for number in sorted(saved, reverse=True):
+            for run in tiers.runs:
+                with contextlib.suppress(CkptdError):
+                    if launch_family((await run.generation(number)).launch) == launch_family(launch):
+                        return True
+                    break
+    return False
 
 
 async def refuse_stale(tiers: TierRuns, launch: str) -> None:

@@ -167,7 +167,7 @@ class Restorer:
         """Versions in the order in which to try them; the same on all ranks."""
         self._run_id, self._in_memory, some, unhealthy = self._agreement.decide(
             "offers",
-            lambda: offered(self._offers.held()),
+            lambda: offered(self._offers.held(), self._wish.step),
             lambda all_held: run_blocking(usable(self._roots, all_held)),
         )
         if not self._in_memory:

@@ -44,10 +44,11 @@ class SaveStats:
 class Save:
     """One save of one rank. Thread-safe. A save that fails never raises in the training step: ask ``error``."""
 
-    def __init__(self, version: Version, reason: str = "", *, pin: bool = False) -> None:
+    def __init__(self, version: Version, reason: str = "", *, pin: bool = False, debug: bool = False) -> None:
         self.version = version
         self.reason = reason
         self.pin = pin
+        self.debug = debug
         self.ref: SlotRef | None = None
         """The slot that was filled for it."""
         self.stats = SaveStats()

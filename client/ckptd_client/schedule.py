@@ -2,11 +2,13 @@
 
 What is a pure function of the step and of constants that all ranks share needs no word between them. What is not, time
 above all, becomes an appointment: rank 0 announces the step, far enough ahead, and every rank takes it there. A rank
-that hears of it too late says so, and the others let go of that step.
+that hears of it too late says so, and the others let go of that step. Nor is the end of a training one: a signal may
+reach any single rank. It asks rank 0, and the appointment is the last one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -15,7 +17,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ckptd.errors import CkptdError
+from ckptd.errors import CkptdError, ConfigError
 from ckptd_client.agreement import Store
 
 POLL_SECONDS = 0.2
@@ -30,32 +32,41 @@ class Appointments:
     """Steps at which all ranks save, announced by rank 0 while the training runs.
 
     ``missed(step)`` is called, on the polling thread, for an appointment that this rank has already passed.
+    ``asked()``: whether this process was asked to stop.
     """
 
-    def __init__(self, store: Store, rank: int, world: int, missed: Callable[[int], None]) -> None:
+    def __init__(
+        self, store: Store, rank: int, world: int, missed: Callable[[int], None], asked: Callable[[], bool]
+    ) -> None:
         self._store = store
         self._rank = rank
         self._world = world
         self._missed = missed
+        self._asked = asked
+        self._asked_elsewhere = False
+        self._last_step: int | None = None
+        """After which all ranks stop."""
         self._lock = threading.Lock()
         self._steps: set[int] = set()
         self._passed = 0
         self._announced = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        if rank != 0:
-            self._thread = threading.Thread(target=self._poll, name="ckptd-appointments", daemon=True)
+        if world > 1:
+            poll = self._poll if rank else self._await_wish
+            self._thread = threading.Thread(target=poll, name="ckptd-appointments", daemon=True)
             self._thread.start()
 
-    def announce(self, step_now: int, step_seconds: float) -> int:
-        """On rank 0: all ranks save at the step that is returned."""
+    def announce(self, step_now: int, step_seconds: float, *, last: bool = False) -> int:
+        """On rank 0: all ranks save at the step that is returned; ``last``: and stop there."""
         ahead = 0 if self._world == 1 else max(2, int(LEAD_SECONDS / max(step_seconds, 1e-3)) + 1)
         step = step_now + ahead
         self._announced += 1
         if self._world > 1:
-            self._store.put(_key(self._announced), msgspec.json.encode(step))
+            self._store.put(_key(self._announced), msgspec.json.encode((step, last)))
         with self._lock:
             self._steps.add(step)
+            self._last_step = step if last else self._last_step
         return step
 
     def due(self, step: int) -> bool:
@@ -66,16 +77,44 @@ class Appointments:
             self._steps = {s for s in self._steps if s > step}
             return found
 
+    def stop_if_asked(self, step_now: int, step_seconds: float) -> None:
+        """On rank 0, at each step: announce the last one, once, where any rank was asked to stop."""
+        if self._last_step is None and (self._asked() or self._asked_elsewhere):
+            step = self.announce(step_now, step_seconds, last=True)
+            _log.warning("asked to stop: all ranks save step %d, and end there", step)
+
+    def stops(self, step: int) -> bool:
+        """Whether the training ends after this step."""
+        return self._last_step is not None and step >= self._last_step
+
     def close(self) -> None:
         """Stop listening."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=5)
 
+    def _await_wish(self) -> None:
+        """On rank 0: hear of another rank that was asked to stop."""
+        while not self._stop.wait(POLL_SECONDS) and not self._asked_elsewhere and self._last_step is None:
+            try:
+                self._asked_elsewhere = self._store.peek(STOP_KEY) is not None
+            except (CkptdError, RuntimeError) as error:
+                _log.warning("no wish of another rank to stop can be heard any more: %s", error)
+                return
+
+    def _pass_on(self) -> bool:
+        """On another rank: tell rank 0 that this one was asked to stop. Whether that is done with."""
+        if self._asked():
+            with contextlib.suppress(ConfigError):  # another rank was asked too
+                self._store.put(STOP_KEY, b"1")
+            return True
+        return False
+
     def _poll(self) -> None:
-        number = 1
+        number, told = 1, False
         while not self._stop.wait(POLL_SECONDS):
             try:
+                told = told or self._pass_on()
                 value = self._store.peek(_key(number))
             except (CkptdError, RuntimeError) as error:  # torch has no narrower type for a lost store
                 _log.warning("no appointments can be heard any more: %s", error)
@@ -83,13 +122,17 @@ class Appointments:
             if value is None:
                 continue
             number += 1
-            step = msgspec.json.decode(value, type=int)
+            step, last = msgspec.json.decode(value, type=tuple[int, bool])
             with self._lock:
+                self._last_step = step if last else self._last_step
                 late = step <= self._passed
                 if not late:
                     self._steps.add(step)
             if late:
                 self._missed(step)
+
+
+STOP_KEY = "stop.json"
 
 
 def _key(number: int) -> str:
@@ -117,6 +160,8 @@ class Schedule:
             if now - self._last_seconds >= self.every_seconds:
                 self._last_seconds = now
                 self.appointments.announce(step, self._step_seconds)
+        if self.rank == 0:
+            self.appointments.stop_if_asked(step, self._step_seconds)
         return self.appointments.due(step) or by_step
 
     def _measure(self, step: int) -> None:

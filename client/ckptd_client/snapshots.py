@@ -91,6 +91,7 @@ class Snapshots:
         return records.encode(
             Snapshot(
                 check_replicas=self._check_replicas,
+                debug=save.debug,
                 generation=save.version.generation,
                 launch=life.launch,
                 layout=plan.layout,

@@ -17,12 +17,14 @@ from ckptd.daemon.watch.alerts import Alert, AlertKind, Alerts, Level
 from ckptd.daemon.watch.decision import Action, Sample, Start, Watch
 from ckptd.daemon.watch.evidence import gather
 from ckptd.daemon.watch.learned import Learned
+from ckptd.daemon.watch.lives import Lives, told
 from ckptd.daemon.watch.reports import write_report
 from ckptd.daemon.watch.rules import WatchRules
 from ckptd.daemon.watch.stragglers import lagging
 from ckptd.daemon.watch.watched import Watched
 from ckptd.errors import first_line
 from ckptd.pulse.page import Beat, Phase
+from ckptd.wire.messages import TrainerLife
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ class Watchdog:
         self.counts: Counter[str] = Counter()
         """What was done; in a dry run, what would have been."""
         self.learned = Learned(state_path / "limits")
+        self.lives = Lives()
         self._reports = state_path / "hangs"
         self._busy = busy
         self._tasks = tasks
@@ -58,7 +61,15 @@ class Watchdog:
         """Its session is over, and so is this life of it, whatever it was suspected of."""
         if (watched := self._watched.pop(owner, None)) is not None:
             self._read(watched, time.monotonic())
+            self.lives.end(owner, watched.generation, watched.course)
             watched.close()
+
+    def lives_of(self, launch: str) -> tuple[TrainerLife, ...]:
+        """Trainers of a launch, dead and alive."""
+        living = [watched for watched in self._watched.values() if watched.owner.launch == launch]
+        for watched in living:
+            self._read(watched, time.monotonic())
+        return self.lives.of(launch, [told(each.owner, each.generation, each.course) for each in living])
 
     def last(self, owner: Owner) -> Beat | None:
         """Its newest beat."""

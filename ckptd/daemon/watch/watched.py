@@ -10,6 +10,7 @@ from collections import deque
 from typing import Literal
 
 from ckptd.daemon.owner import Owner
+from ckptd.daemon.watch.lives import Course
 from ckptd.daemon.watch.rules import WARM_STEPS
 from ckptd.errors import ProtocolError, first_line
 from ckptd.limits import STACKS_BYTES_MAX
@@ -34,6 +35,7 @@ class Watched:
         self.recent_steps: deque[float] = deque(maxlen=RECENT_STEPS)
         """Seconds that the last steps took, without other phases."""
         self.signal = 0
+        self.course = Course()
         self._page: MappedPage | None = None
         self._fds: dict[str, int] = {}
         self._in_step_seconds = 0.0
@@ -74,6 +76,7 @@ class Watched:
             return []
         before, found = self.last, list[tuple[Phase, float]]()
         for beat in self._page.since(before.number if before else 0):
+            self.course.add(beat)
             if before is not None and beat.number == before.number + 1:
                 found += self._passed(before, beat)
             else:  # the ring has gone round

@@ -1,0 +1,86 @@
+"""Real trainings under ``ckptd run`` that die, and what comes after."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import psutil
+import pytest
+
+from ckptd.checkpoint.run import Run
+from ckptd.errors import NeverStarted, TrainingStopped
+from ckptd.format.keys import Version
+from ckptd.storage import open_backend
+from devtools.processes import wait_until
+from tests.client.conftest import committed
+from tests.launch.conftest import Launcher
+
+
+def marks(url: str, version: Version) -> list[str]:
+    async def read() -> list[str]:
+        backend = open_backend(url, {})
+        try:
+            return [mark.mark for mark in await (await Run.open(backend)).marks(version)]
+        finally:
+            await backend.aclose()
+
+    return asyncio.run(read())
+
+
+def test_r161_r162_a_restart_goes_on_from_the_newest_and_meets_nothing_of_the_last_start(launcher: Launcher) -> None:
+    launcher.start("orphan")
+    assert launcher.wait() == 0, launcher.output
+    first, second = [line for line in launcher.told() if "restored" in line]
+    assert (first["restored"], second["restored"]) == (0, 10)
+    assert second["source"] == "memory"
+    assert [line["child_lives"] for line in launcher.told() if "child_lives" in line] == [False, False]
+    (failed,) = launcher.events("failed")
+    assert "SIGKILL" in failed["text"]
+    assert failed["last_step"] == 12
+    (recovery,) = launcher.events("recovered")
+    parts = [recovery[f"{part}_seconds"] for part in ("detect", "restart", "restore", "first_step")]
+    assert all(part >= 0 for part in parts)
+    assert recovery["restart_seconds"] > 0
+    assert recovery["restore_seconds"] > 0
+    assert sum(parts) == pytest.approx(recovery["seconds"])
+    assert recovery["step"] == 11
+    assert committed(launcher.url)[-1] == 15
+
+
+def test_r156_a_checkpoint_from_which_it_fails_again_and_again_is_doubted(launcher: Launcher) -> None:
+    launcher.start("bad", "--same-step-failures", "2", "--backoff", "0.1")
+    assert launcher.wait() == 0, launcher.output
+    assert [line["restored"] for line in launcher.told() if "restored" in line] == [0, 10, 5]
+    assert [event["last_step"] for event in launcher.events("failed")] == [13, 13]
+    assert {"suspect", "unhealthy"} <= set(marks(launcher.url, Version(10, 1)))
+    assert not {"suspect", "unhealthy"} & set(marks(launcher.url, Version(5, 1)))
+
+
+def test_r157_what_never_did_a_step_is_not_restarted(launcher: Launcher) -> None:
+    launcher.start("typo")
+    assert launcher.wait() == NeverStarted.exit_code, launcher.output
+    assert len(launcher.events("started")) == 1
+    assert "before the first step" in launcher.output
+
+
+def test_r81_a_signal_to_one_rank_stops_all_after_the_same_saved_step(launcher: Launcher) -> None:
+    launcher.start("stop", "--nproc-per-node", "2")
+    launcher.await_step(3, ranks=2)
+    (pid,) = [line["pid"] for line in launcher.told(1) if "pid" in line]
+    os.kill(pid, signal.SIGTERM)
+    assert launcher.wait() == TrainingStopped.exit_code, launcher.output
+    assert launcher.told(0)[-1]["step"] == launcher.told(1)[-1]["step"]
+    assert committed(launcher.url) == [launcher.told(0)[-1]["step"]]
+    (stopped,) = launcher.events("stopped")
+    assert stopped["safe"]
+    assert launcher.events("failed") == []
+
+
+def test_r161_workers_die_with_a_launcher_that_is_killed(launcher: Launcher) -> None:
+    launcher.start("stop")
+    launcher.await_step(1)
+    (pid,) = [line["pid"] for line in launcher.told() if "pid" in line]
+    launcher.end()
+    wait_until(lambda: not psutil.pid_exists(pid), "the worker's end", deadline_seconds=20)
