@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from ckptd.arena.status import STATUS_BYTES, Phase, StatusPage
 
 from ckptd.arena import Arena, SlotRecord, SlotState
 from ckptd.arena.memory import ArenaShape
 from ckptd.arena.slots import RECORD_BYTES, read_record, write_record
-from ckptd.arena.status import STATUS_BYTES, Phase, StatusPage
 from ckptd.checkpoint.locating import sought
 from ckptd.checkpoint.regions import region
 from ckptd.errors import FormatError
