@@ -76,7 +76,7 @@ class Stores:
         # Options may hold secrets: they are kept in memory only, in whole, to tell them apart.
         key = url, msgspec.json.encode(options, order="deterministic"), use
         if key in self._open:
-            if use != "reading" and id(self._open[key]) not in self._cleaning:
+            if use in ("nearest", "further") and id(self._open[key]) not in self._cleaning:
                 self._spawn(self._clean(self._open[key]), f"clean-up of {url}")
         else:
             # In a thread, as it may import a cloud library.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.daemon.stores import Stores
+from ckptd.daemon.stores import Stores, Use
 from ckptd.daemon.tasks import Tasks
 from ckptd.storage import Limits
 from ckptd.wire.messages import TierOfRun
@@ -23,7 +23,8 @@ async def test_a_store_that_did_not_answer_is_examined_again(
     tasks, url = Tasks(), s3_server.prefix()
     with FaultProxy(s3_server) as proxy:
         proxy.fault("*", refuse(403, "AccessDenied"), times=5)
-        stores = Stores({"nearest": Limits(), "further": Limits(), "reading": Limits()}, tmp_path, tasks.spawn)
+        uses: tuple[Use, ...] = ("nearest", "further", "reading", "verifying")
+        stores = Stores({use: Limits() for use in uses}, tmp_path, tasks.spawn)
         await stores.open([TierOfRun(url=url, storage_options=proxy.options, keep={}, shared=True)])
 
         def wait_for_findings(count: int) -> None:

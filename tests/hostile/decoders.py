@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from ckptd.arena.status import STATUS_BYTES, Phase, StatusPage
 
 from ckptd.arena import Arena, SlotRecord, SlotState
 from ckptd.arena.memory import ArenaShape
@@ -42,6 +41,7 @@ from ckptd.format.records import (
 )
 from ckptd.format.shard import read_header
 from ckptd.format.tree import decode_json, decode_tree
+from ckptd.pulse.page import STATUS_BYTES, Phase, StatusPage
 from ckptd.wire import messages
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -182,7 +182,7 @@ def _arena(data: bytes) -> object:
             arena.shard(number, record).release()
             arena.held(number, record).release()
             arena.doc(number, record)
-        return arena.status.last()
+        return arena.id
     finally:
         arena.close()
 
@@ -210,6 +210,7 @@ def _plain(kind: type[msgspec.Struct]) -> dict[str, Any]:
         "offers": (),
         "stats": {"bytes": 1.0},
         "status": {"pid": 1},
+        "part": "page",
         "takeover": False,
         "read_only": False,
         "deadline_seconds": 1.0,
@@ -217,7 +218,8 @@ def _plain(kind: type[msgspec.Struct]) -> dict[str, Any]:
     named = {"arena", "run", "launch", "reason", "version", "error", "message", "hint", "stage"}
     for field in msgspec.structs.fields(kind):
         values.setdefault(field.name, "text" if field.name in named else 1)
-    return {field.name: values[field.name] for field in msgspec.structs.fields(kind)}
+    required = {field.name for field in msgspec.structs.fields(kind) if field.required}
+    return {name: value for name, value in values.items() if name in required}
 
 
 def _outgoing(data: bytes) -> object:

@@ -23,7 +23,8 @@ IDLE = 20
 
 def _examples() -> list[bytes]:
     """All but the one that would rightly end the daemon, and none that names a place on disk."""
-    hello = Hello(request=1, protocol=1, tiers=(TierOfRun(url="memory://visit"),), rank=0, world=1, launch="visit")
+    tiers = (TierOfRun(url="memory://visit"),)
+    hello = Hello(request=1, protocol=messages.PROTOCOL, tiers=tiers, rank=0, world=1, launch="visit")
     found = [
         data for data in decoders()["message to the daemon"].examples if b"drain" not in data and b"file:" not in data
     ]
