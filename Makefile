@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 WORKERS ?= 3
 
-.PHONY: demo test check bench perf power chaos fuzz test-minio constraints clean
+.PHONY: demo test test-long check bench perf power chaos fuzz test-minio constraints clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)  ## the main job end to end: train, kill, resume; local disk, then S3
@@ -32,6 +32,9 @@ bench: $(READY)  ## lost training time, time to durable and restore of ckptd and
 
 power: $(READY)  ## loss of power after every change of the disk, in many stories; ARGS="--first SEED --seeds N"
 	$(BIN)/python -m tests.power $(ARGS)
+
+test-long: $(READY)  ## further variants, which no default run has time for
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder -m long $(ARGS)
 
 perf: $(READY)  ## a few ratios against wide bounds, on a quiet machine
 	$(BIN)/python -m pytest -m perf $(ARGS)

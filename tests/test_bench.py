@@ -38,16 +38,14 @@ TINY = Settings(
     step_seconds=0.005,
 )
 SAVE_FIELDS = {"call", "fence", "durable", "lost", "memcpy", "undisturbed_step", "own_threads_cpu", "foreign_cores"}
-NEED_OWN_PROCESS = ("dcp.async_save, process, all options", "dcp experimental")
-"""They leave processes to the end of theirs."""
-HERE = [name for name, entry in SUBJECTS.items() if entry.environment is None and name != "dcp.async_save, process"]
-"""Those that need nothing but this environment, but for one that is another one with less options, and slow."""
+HERE = [*list(SUBJECTS)[:6], "dcp.async_save, thread, kept stager"]
+"""The floors, ckptd, and a few peers that need nothing but this environment."""
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """As ``python -m bench`` has them, but that most subjects have their turn in this process, which is faster."""
-    found = run(TINY, [subjects.FLOOR, *NEED_OWN_PROCESS], tmp_path_factory.mktemp("bench"), lambda *_: None)
+    found = run(TINY, [subjects.FLOOR], tmp_path_factory.mktemp("bench"), lambda *_: None)
     for name in HERE:
         if name not in found["subjects"]:
             turn = asdict(Bench(name, TINY, tmp_path_factory.mktemp("turn")).run())
@@ -66,6 +64,13 @@ def test_each_subject_reads_back_what_it_saved(results: Results, name: str) -> N
         assert save.keys() >= SAVE_FIELDS
         assert 0 < save["call"] <= save["durable"]
     assert {"cold", "warm"} <= turn["restore"].keys()
+
+
+@pytest.mark.long
+def test_further_subjects_read_back_what_they_saved(tmp_path: Path) -> None:
+    names = [name for name, entry in SUBJECTS.items() if entry.environment is None and name not in HERE]
+    found = run(TINY, names, tmp_path, lambda *_: None)["subjects"]
+    assert {name: turn.get("error") for name in names for turn in found[name]} == dict.fromkeys(names)
 
 
 def test_only_what_keeps_snapshots_restores_from_memory(results: Results) -> None:

@@ -43,7 +43,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("other", [1, 2, 3, 4])
+@pytest.mark.parametrize("other", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3)), 4])
 def test_r111_padding_is_not_stored_and_shifts_nothing(
     ranks: Ranks, daemon: Daemon, tmp_run: str, world: int, other: int
 ) -> None:

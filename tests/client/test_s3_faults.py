@@ -48,7 +48,7 @@ def train(ckpt: Checkpointer, training: Training, steps: range) -> list[Save]:
     return saves
 
 
-@pytest.mark.parametrize("on_full", ["wait", "fail"])
+@pytest.mark.parametrize("on_full", ["wait", pytest.param("fail", marks=pytest.mark.long)])
 def test_r92_training_goes_on_while_the_store_is_silent_for_ten_saves(
     daemon: Daemon, proxy: FaultProxy, on_full: Any
 ) -> None:

@@ -78,6 +78,7 @@ def test_r81_a_signal_to_one_rank_stops_all_after_the_same_saved_step(launcher: 
     assert launcher.events("failed") == []
 
 
+@pytest.mark.long
 def test_r161_workers_die_with_a_launcher_that_is_killed(launcher: Launcher) -> None:
     launcher.start("stop")
     launcher.await_step(1)

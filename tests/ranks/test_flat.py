@@ -100,7 +100,12 @@ def runs(workers: list[Rank], daemon: Daemon, tmp_path_factory: pytest.TempPathF
     }
 
 
-@pytest.mark.parametrize("spread", [*FLAT, *OTHERS], ids=name_of)
+def half(spreads: list[Spread]) -> list[Any]:
+    """All of them, every other one only in the long run."""
+    return [pytest.param(spread, marks=[pytest.mark.long] * (at % 2)) for at, spread in enumerate(spreads)]
+
+
+@pytest.mark.parametrize("spread", half([*FLAT, *OTHERS]), ids=name_of)
 def test_r111_any_layout_is_restored_into_this_one(
     ranks: Ranks, runs: dict[Spread, Before], own_daemon: Start, tmp_path: Path, spread: Spread
 ) -> None:
@@ -120,11 +125,8 @@ def test_r111_any_layout_is_restored_into_this_one(
 SAME = [*FLAT, ("zero", 2), ("zero", 3), ("dp_tp", 4), ("zero_one", 2), ("zero_one", 3)]
 
 
-@pytest.mark.parametrize(
-    ("spread", "source"),
-    [*((spread, "storage") for spread in SAME), *((spread, "memory") for spread in SAME[::3])],
-    ids=lambda value: value if isinstance(value, str) else name_of(value),
-)
+@pytest.mark.parametrize("source", ["storage", pytest.param("memory", marks=pytest.mark.long)])
+@pytest.mark.parametrize("spread", half(SAME), ids=name_of)
 def test_training_goes_on_bit_for_bit(
     ranks: Ranks, own_daemon: Start, tmp_path: Path, tmp_run: str, spread: Spread, source: str
 ) -> None:

@@ -50,8 +50,16 @@ def united(of_ranks: list[dict[str, str]]) -> dict[str, str]:
 # Stages
 
 
-@pytest.mark.parametrize("source", ["memory", "storage"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("world", "source"),
+    [
+        (1, "memory"),
+        (4, "memory"),
+        (3, "storage"),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in [(2, "memory"), (3, "memory")]),
+        *(pytest.param(world, "storage", marks=pytest.mark.long) for world in (1, 2, 4)),
+    ],
+)
 def test_stages_are_restored_into_any_other_stages(
     ranks: Ranks, others: Ranks, daemon: Daemon, own_daemon: Start, tmp_run: str, world: int, source: str
 ) -> None:

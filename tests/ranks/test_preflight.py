@@ -127,6 +127,7 @@ def test_a_rank_that_stops_on_the_way_is_named(world: World) -> None:
     assert (answers[1]["shown"], late["shown"]) == ([], []), "one report is enough"
 
 
+@pytest.mark.long
 def test_a_rank_that_never_comes_is_named(world: World) -> None:
     world.ranks[2].signal(signal.SIGSTOP)
     with ThreadPoolExecutor(3) as pool:
@@ -166,6 +167,7 @@ def test_limits_and_a_store_of_one_node_are_its_own(world: World, tmp_path: Path
     assert any("store rate" in reason for reason in bad(report)["node2"])
 
 
+@pytest.mark.long
 def test_files_that_cannot_grow_are_found_in_memory_and_on_disk(world: World, tmp_run: str) -> None:
     before = limit(world.ranks[2], resource.RLIMIT_FSIZE, 64 * 1024)
     try:
@@ -177,6 +179,7 @@ def test_files_that_cannot_grow_are_found_in_memory_and_on_disk(world: World, tm
     assert {"shared memory", "store rate"} <= subjects
 
 
+@pytest.mark.long
 def test_a_store_that_fails_for_all_is_no_nodes_fault(world: World, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     code, report = world.examine(url=str(tmp_path / "file" / "run"))
