@@ -139,6 +139,8 @@ DUMP_SECONDS = 5.0
 """How long a process may take to answer with its stacks."""
 CHILDREN_MAX = 32
 """Processes below one trainer that a report lists."""
+HANG_SIGHTINGS_SECONDS = 600.0
+"""What was noticed about the machine within so long before a hang is in its report."""
 HANG_REPORTS_KEPT = 32
 ALERTS_KEPT = 64
 LIVES_KEPT = 1024

@@ -76,8 +76,8 @@ class Service:
             commits, tally, self.tasks.spawn, self.verifying, bases, settings.retention_grace_seconds
         )
         self.saves = Saves(self.tasks, commits, tally, self.replication, self.arenas, bases)
-        self.watch = Watchdog(settings.watch, settings.state_path, self._works_for, self.tasks)
         self.monitor = Monitor(settings.health_seconds)
+        self.watch = Watchdog(settings.watch, settings.state_path, self._works_for, self.monitor.latest, self.tasks)
         self._webhook = None if settings.webhook is None else Webhook(settings.webhook)
         if self._webhook is not None:
             self.watch.alerts.sinks.append(self._webhook)

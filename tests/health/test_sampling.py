@@ -254,6 +254,13 @@ def test_a_daemon_tells_of_gpus_and_that_it_was_stopped(
         wait_until(lambda: "stood still" in found(), "what the stop left", deadline_seconds=20)
         assert found()["throttled"]["times"] >= 1
 
+        def told() -> list[tuple[str, str]]:
+            alerts = call(daemon.socket, GetStatus(), Status, seconds=20).status["watch"]["alerts"]
+            return [(alert["kind"], alert["message"].split(": ")[1]) for alert in alerts]
+
+        wait_until(lambda: ("machine", "stood still") in told(), "people are told", deadline_seconds=20)
+        assert told().count(("machine", "throttled")) == 1, "once, however often it is seen"
+
 
 FAKE_MODULE = """
 from tests.health.replayed_nvml import ReplayedNvml

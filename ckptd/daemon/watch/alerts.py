@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ckptd.errors import first_line
+from ckptd.health.sightings import Sighting
 from ckptd.limits import ALERTS_KEPT
 
 log = logging.getLogger("ckptd.alerts")
 
 Level = Literal["info", "warning", "error"]
-AlertKind = Literal["hang", "recovered", "ended", "not_ended", "straggler", "caught_up"]
+AlertKind = Literal["hang", "recovered", "ended", "not_ended", "straggler", "caught_up", "machine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,21 @@ class Alert:
     def plain(self) -> dict[str, Any]:
         """As JSON can hold it."""
         return {**asdict(self), "ranks": list(self.ranks)}
+
+
+def about_machine(sighting: Sighting) -> Alert:
+    """What concerns no run more than another."""
+    found = sighting.finding
+    return Alert(
+        kind="machine",
+        level="error" if found.level == "error" else "warning",
+        message=f"{sighting.place}: {found.subject}: {found.message}",
+        run="",
+        launch="",
+        generation=0,
+        ranks=(),
+        unix_seconds=sighting.first_unix_seconds,
+    )
 
 
 Sink = Callable[[Alert], None]

@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -14,6 +15,7 @@ from ckptd.checkpoint.concurrency import in_thread
 from ckptd.daemon.watch.decision import Action, Sample
 from ckptd.daemon.watch.processes import ProcessSeen, by_py_spy, children_of, look_at, signal_if_caught
 from ckptd.daemon.watch.watched import Watched
+from ckptd.health.sightings import Sighting
 from ckptd.limits import DUMP_SECONDS
 from ckptd.pulse.page import Beat
 
@@ -70,10 +72,15 @@ class HangReport(msgspec.Struct, kw_only=True):
     alone: bool
     """Other ranks on this node went on."""
     ranks: list[RankSeen]
+    machine: list[dict[str, Any]]
+    """What was noticed about this machine in the :data:`ckptd.limits.HANG_SIGHTINGS_SECONDS` before."""
 
 
-async def gather(action: Action, group: Sequence[tuple[Sample, Watched]], *, dump: bool) -> HangReport:
+async def gather(
+    action: Action, group: Sequence[tuple[Sample, Watched]], noticed: Sequence[Sighting], *, dump: bool
+) -> HangReport:
     """All that can be known of the ranks of ``group``, some of which ``action`` is about. ``dump``: with stacks.
+    ``noticed``: about the machine.
 
     Takes a few seconds at most, also where nobody answers.
     """
@@ -89,6 +96,7 @@ async def gather(action: Action, group: Sequence[tuple[Sample, Watched]], *, dum
         launch=action.start.launch,
         alone=action.alone,
         ranks=ranks,
+        machine=[sighting.plain() for sighting in noticed],
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from ckptd.checkpoint.concurrency import in_thread
 from ckptd.daemon.owner import Owner
 from ckptd.daemon.tasks import Tasks
-from ckptd.daemon.watch.alerts import Alert, AlertKind, Alerts, Level
+from ckptd.daemon.watch.alerts import Alert, AlertKind, Alerts, Level, about_machine
 from ckptd.daemon.watch.decision import Action, Sample, Start, Watch
 from ckptd.daemon.watch.evidence import gather
 from ckptd.daemon.watch.learned import Learned
@@ -23,6 +23,8 @@ from ckptd.daemon.watch.rules import WatchRules
 from ckptd.daemon.watch.stragglers import lagging
 from ckptd.daemon.watch.watched import Watched
 from ckptd.errors import first_line
+from ckptd.health.sightings import Sighting
+from ckptd.limits import HANG_SIGHTINGS_SECONDS
 from ckptd.pulse.page import Beat, Phase
 from ckptd.wire.messages import TrainerLife
 
@@ -35,8 +37,16 @@ END_SECONDS = 10.0
 class Watchdog:
     """Watches over all trainers of one daemon."""
 
-    def __init__(self, rules: WatchRules, state_path: Path, busy: Callable[[Owner], bool], tasks: Tasks) -> None:
-        """``busy``: the daemon is at work on a snapshot that this trainer has sealed."""
+    def __init__(
+        self,
+        rules: WatchRules,
+        state_path: Path,
+        busy: Callable[[Owner], bool],
+        noticed: Callable[[float], Sequence[Sighting]],
+        tasks: Tasks,
+    ) -> None:
+        """``busy``: the daemon is at work on a snapshot that this trainer has sealed. ``noticed``: what was seen of
+        this machine since a Unix time in seconds, the newest first."""
         self.rules = rules
         self.alerts = Alerts()
         self.counts: Counter[str] = Counter()
@@ -45,6 +55,9 @@ class Watchdog:
         self.lives = Lives()
         self._reports = state_path / "hangs"
         self._busy = busy
+        self._noticed = noticed
+        self._told: frozenset[tuple[str, str]] = frozenset()
+        """The findings about this machine that people have heard of."""
         self._tasks = tasks
         self._watched: dict[Owner, Watched] = {}
         self._watch = Watch(rules)
@@ -103,6 +116,7 @@ class Watchdog:
         for action in self._watch.decide(now_seconds, [sample for sample, _ in seen]):
             self._do(action, [(sample, watched) for sample, watched in seen if sample.start == action.start])
         self._compare([watched for _, watched in seen])
+        self._tell_of_machine()
         self.learned.keep(now_seconds)
 
     def _read(self, watched: Watched, now_seconds: float) -> None:
@@ -160,7 +174,8 @@ class Watchdog:
         log.warning("dry run: would %s for %s of %s", action.what, _ranks(action), action.start.run)
 
     async def _report(self, action: Action, group: Sequence[tuple[Sample, Watched]]) -> None:
-        report = await gather(action, group, dump=self.rules.dump)
+        noticed = self._noticed(time.time() - HANG_SIGHTINGS_SECONDS)
+        report = await gather(action, group, noticed, dump=self.rules.dump)
         path = ""
         try:
             path = str(await in_thread(write_report, self._reports, report))
@@ -235,6 +250,14 @@ class Watchdog:
                 report=report,
             )
         )
+
+    def _tell_of_machine(self) -> None:
+        """Each finding about this machine once: it may be why a training ends soon."""
+        noticed = {(sighting.place, sighting.finding.subject): sighting for sighting in reversed(self._noticed(0.0))}
+        told, self._told = self._told, frozenset(noticed)
+        for key, sighting in noticed.items():
+            if key not in told:
+                self.alerts.raise_(about_machine(sighting))
 
     # For people
 
