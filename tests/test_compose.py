@@ -113,7 +113,6 @@ def test_policy_grants_no_more_than_is_used() -> None:
         "s3:GetObject",
         "s3:ListBucket",
         "s3:ListBucketMultipartUploads",
-        "s3:ListMultipartUploadParts",
         "s3:PutObject",
     }
     for statement in policy["Statement"]:

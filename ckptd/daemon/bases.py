@@ -11,6 +11,7 @@ from ckptd.checkpoint.concurrency import in_thread
 from ckptd.checkpoint.holding import Holding
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.unchanged import Described, unchanged
+from ckptd.daemon.fencing import check_run
 from ckptd.errors import CkptdError, IntegrityError, first_line
 from ckptd.format.keys import Version
 from ckptd.format.records import Reference, Snapshot
@@ -109,6 +110,8 @@ async def refer(backend: Backend, base: Base, state: Described) -> Referred:
         standings = await Run(backend, base.run).standings()
         suspect = {marked for marked, standing in standings.items() if standing.suspect}
         references = await in_thread(unchanged, base.receipt, state, suspect)
+        if references:
+            await check_run(backend, base.run)  # a lease, too, is written at the root of its own run only
         holding = await Holding.of(backend, {holder_of(reference.key) for reference in references})
         try:
             for reference in references:

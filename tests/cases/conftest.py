@@ -9,12 +9,12 @@ import pytest
 
 from ckptd.storage import Backend
 from devtools.seaweedfs import S3Endpoint
-from tests.client.conftest import daemon, open_ckpt
+from tests.client.conftest import daemon, open_ckpt, own_daemon
 from tests.ranks.conftest import ranks, workers
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.proxied import opened
 
-__all__ = ["daemon", "open_ckpt", "ranks", "workers"]
+__all__ = ["daemon", "open_ckpt", "own_daemon", "ranks", "workers"]
 
 
 @pytest.fixture

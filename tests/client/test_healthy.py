@@ -87,6 +87,7 @@ def committed(url: str) -> list[int]:
 def test_r72_healthy_checkpoints_outlive_all_that_are_not(open_ckpt: Open, tmp_run: str, overlap: bool) -> None:
     training = Training()
     options: dict[str, Any] = {"keep": Keep(last=2), "check_finite": True, "overlap": overlap, "launch": "one"}
+    options["incremental"] = False  # what is nan stays nan: the last two would need bytes of those before
     ckpt = open_ckpt(tmp_run, training.state, every_steps=1, **options)
     healthy: list[torch.Tensor] = []
     for step in range(1, 9):

@@ -74,7 +74,7 @@ def test_a_worker_that_fails_takes_the_others_with_it(
 ) -> None:
     older = group("exec sleep 300")
     found = supervisor(own_daemon(), stop_seconds=60.0)
-    fails, waits, done = group("exit 7"), group("trap '' TERM; sleep 300"), group("exit 0")
+    fails, waits, done = group("exit 7"), group("trap '' TERM; exec sleep 300"), group("exit 0")
     found.started([fails.pid, waits.pid, done.pid])
     look_until_over(found)
     assert (fails.wait(10), waits.wait(10), done.wait(10)) == (7, -signal.SIGKILL, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 
 from ckptd_backends.files import Files, FileState, Room
 from tests.power.disk import Disk, File, Folder
@@ -73,6 +74,12 @@ class ModelFiles(Files):
         data = self._at(descriptor).live[offset : offset + len(out)]
         out[: len(data)] = data
         return len(data)
+
+    def read_parts(self, descriptor: int, outs: Sequence[memoryview], offset: int) -> int:
+        done = 0
+        for out in outs:
+            done += self.read(descriptor, out, offset + done)
+        return done
 
     async def read_small(self, path: str, limit_bytes: int) -> bytes:
         self._go()

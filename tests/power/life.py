@@ -15,11 +15,12 @@ from typing import Any, cast
 from unittest import mock
 
 from ckptd.checkpoint import retention
-from ckptd.checkpoint.retention import Keep
+from ckptd.checkpoint.keep import Keep
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.verify import verify
 from ckptd.daemon.commit import Patience
 from ckptd.daemon.commits import Commits
+from ckptd.daemon.source import Blocks
 from ckptd.daemon.tier import Checkpoint
 from ckptd.daemon.upload import Contents, existing_receipt, upload
 from ckptd.errors import AlreadyExists, SaveSkipped, Superseded
@@ -61,7 +62,9 @@ class Snapshotted(Whole):
         memory = mmap.mmap(-1, len(shard))
         memory[:] = shard
         super().__init__(memoryview(memory))
-        self.blocks = digest_blocks(self.view, contents.bounds)
+        self.blocks = digest_blocks(self.view, list(zip(contents.blocks.starts, contents.blocks.stops, strict=True)))
+        self.resident_blocks = b""
+        self.unhealthy = ""
 
 
 @dataclass(frozen=True)
@@ -242,15 +245,17 @@ class Life:
         snapshot = decode(content.doc, Snapshot)
         layout = decode_layout(snapshot.layout)
         sizes = [piece.bytes for piece in check_layout(layout)]
-        bounds = list(block_bounds(layout.header_bytes, sizes, BLOCK_BYTES_WRITTEN))
-        return content.shard, Contents(content.doc, snapshot, bounds, [])
+        blocks = Blocks.of(block_bounds(layout.header_bytes, sizes, BLOCK_BYTES_WRITTEN))
+        return content.shard, Contents(content.doc, snapshot, layout.header_bytes, blocks)
 
     def checkpoint(self, pending: Pending) -> Checkpoint:
         return Checkpoint(self.backend, pending.version, pending.member.world, RUN)
 
     async def _retire(self, generation: int) -> None:
         with contextlib.suppress(Superseded):
-            outcome = await retention.apply(self.run, Keep(last=KEPT), generation=generation)
+            # Without grace: while a deletion waits, others' commits make durable what it builds on.
+            keep = Keep(last=KEPT)
+            outcome = await retention.apply(self.run, keep, generation=generation, grace_seconds=0.0)
             if outcome.failed:
                 self.story.broke(Broken(f"retention failed: {outcome.failed}"))
 
@@ -258,13 +263,14 @@ class Life:
 @contextlib.contextmanager
 def _announcing(going: set[Version]) -> Iterator[None]:
     """Take down what retention says that it deletes, before it does."""
-    delete = retention._delete_committed  # pyright: ignore[reportPrivateUsage]
+    deleting = cast(Any, retention)._Pass
+    delete = deleting._delete_committed
 
-    async def noted(run: Run, keep: Keep, held: Any, version: Version, *more: Any) -> None:
+    async def noted(this: Any, version: Version) -> None:
         going.add(version)
-        await delete(run, keep, held, version, *more)
+        await delete(this, version)
 
-    with mock.patch.object(retention, "_delete_committed", noted):
+    with mock.patch.object(deleting, "_delete_committed", noted):
         yield
 
 

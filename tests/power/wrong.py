@@ -6,33 +6,32 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import msgspec
 
 from ckptd.checkpoint import retention
 from ckptd.checkpoint.objects import token
-from ckptd.checkpoint.run import Run
 from ckptd.daemon.receipts import put_receipt, put_same
 from ckptd.daemon.upload import Contents, Uploaded
 from ckptd.errors import AlreadyExists
 from ckptd.format.digests import hex_digest
-from ckptd.format.keys import Version, checkpoint_prefix, manifest_key, shard_key, tombstone_key
+from ckptd.format.keys import Version, checkpoint_prefix, manifest_key, shard_key
 from ckptd.format.proof import prove
-from ckptd.format.records import Receipt, ShardProof, Tombstone, encode
+from ckptd.format.records import Receipt, ShardProof, encode
 from ckptd.limits import BLOCK_BYTES_WRITTEN
 from ckptd.storage import Backend, ObjectInfo, Source
 from ckptd_backends.local import LocalBackend
 from ckptd_backends.local_directories import Directories
 from ckptd_backends.sources import source_of
-from tests.power.files import ModelFiles
+from tests.power.files import ModelFiles, PowerLost
 from tests.power.life import Life, Pending, Snapshotted
 from tests.power.life import save as _save
 
 Wrong = Callable[[], AbstractContextManager[object]]
 
-_fsync, _link, _rename = ModelFiles.fsync, ModelFiles.link, ModelFiles.rename
+_fsync, _link, _rename, _unlink = ModelFiles.fsync, ModelFiles.link, ModelFiles.rename, ModelFiles.unlink
 
 
 def _nothing(*_: object) -> None:
@@ -142,12 +141,8 @@ async def _save_told_early(life: Life, pending: Pending, adopted: bool) -> None:
     await _save(life, pending, adopted)
 
 
-async def _delete_data_first(
-    run: Run, keep: retention.Keep, held: Any, version: Version, reason: str, outcome: retention.Outcome
-) -> None:
-    tombstone = Tombstone(reason=reason, version=str(version))
-    with contextlib.suppress(AlreadyExists):
-        await run.backend.put(tombstone_key(version), encode(tombstone), if_absent=True)
+async def _delete_data_first(this: Any, version: Version) -> None:
+    run = this.survey.run
     await run.backend.delete([info.key async for info in run.backend.scan(checkpoint_prefix(version))])
     await run.backend.delete([manifest_key(version)])
 
@@ -165,11 +160,20 @@ def _shards_unsynced(files: ModelFiles, descriptor: int) -> None:
         _fsync(files, descriptor)
 
 
+def _unlink_and_die(files: ModelFiles, path: str) -> None:
+    """Whoever removes a manifest dies of it: few stories come to that by chance."""
+    _unlink(files, path)
+    if "/manifests/" in path:
+        files.stopped = True
+        raise PowerLost
+
+
 @contextlib.contextmanager
 def _gone_is_gone() -> Iterator[None]:
     with (
         mock.patch.object(retention, "settle", _nothing_later),
         mock.patch.object(LocalBackend, "_delete", _delete_what_is_there),
+        mock.patch.object(ModelFiles, "unlink", _unlink_and_die),
     ):
         yield
 
@@ -184,7 +188,9 @@ WRONG: Mapping[str, Wrong] = {
     "receipt before shard": lambda: mock.patch("tests.power.life.upload", _upload_receipt_first),
     "manifest before shards": lambda: mock.patch("tests.power.life.save", _save_manifest_first),
     "told before it is durable": lambda: mock.patch("tests.power.life.save", _save_told_early),
-    "data deleted before its manifest": lambda: mock.patch.object(retention, "_delete_committed", _delete_data_first),
+    "data deleted before its manifest": lambda: mock.patch.object(
+        cast(Any, retention)._Pass, "_delete_committed", _delete_data_first
+    ),
     "deletions are not synced": _on_backend(_delete=_delete_unsynced),
     "a receipt that is seen is taken to be durable": lambda: mock.patch("ckptd.daemon.upload.settle", _nothing_later),
     "a manifest that is seen is taken to be durable": lambda: mock.patch("ckptd.daemon.commit.settle", _nothing_later),
