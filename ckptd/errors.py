@@ -7,7 +7,7 @@ them and become one of these.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, cast
 
 
 class CkptdError(Exception):
@@ -219,19 +219,27 @@ class RestartsUsedUp(CkptdError):
     exit_code = 18
 
 
-def to_fields(error: BaseException) -> dict[str, str]:
-    """An error as plain data: the name of its class here, its message and its hint."""
+def to_fields(error: BaseException, foreign: type[CkptdError] = CkptdError) -> dict[str, str]:
+    """An error as plain data: the name of its class here, its message and its hint. One of another library becomes a
+    ``foreign``."""
     if isinstance(error, CkptdError):
         return {"error": type(error).__name__, "message": error.message, "hint": error.hint}
-    return {"error": CkptdError.__name__, "message": first_line(error), "hint": ""}
+    return {"error": foreign.__name__, "message": first_line(error), "hint": ""}
 
 
-def from_fields(error: str, message: str, hint: str) -> CkptdError:
-    """The inverse of :func:`to_fields`; a class that this release lacks becomes a plain :class:`CkptdError`."""
+def from_fields(error: str, message: str, hint: str, unknown: type[CkptdError] = CkptdError) -> CkptdError:
+    """The inverse of :func:`to_fields`; a class that this release lacks becomes an ``unknown``."""
     kind = globals().get(error)
     if not (isinstance(kind, type) and issubclass(kind, CkptdError)):
-        kind = CkptdError
+        kind = unknown
     return kind(message, hint=hint)
+
+
+def first_of(error: Exception) -> Exception:
+    """The first error of a group, however deep; any other error itself."""
+    while isinstance(error, ExceptionGroup):
+        error = cast("ExceptionGroup[Exception]", error).exceptions[0]
+    return error
 
 
 def first_line(error: BaseException) -> str:

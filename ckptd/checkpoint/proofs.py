@@ -182,4 +182,5 @@ class _InProcess:
 
 
 def _refusal(data: bytes) -> CkptdError:
-    return from_fields(**msgspec.json.decode(data, type=dict[str, str]))
+    told = msgspec.json.decode(data, type=dict[str, str])
+    return from_fields(told["error"], told["message"], told["hint"])

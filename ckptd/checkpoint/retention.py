@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 from ckptd.checkpoint import leases
 from ckptd.checkpoint.keep import Keep
@@ -21,6 +20,7 @@ from ckptd.errors import (
     StorageError,
     Superseded,
     first_line,
+    first_of,
 )
 from ckptd.format.keys import MARKS, Version, checkpoint_prefix, manifest_key, parse_version, tombstone_key
 from ckptd.format.records import Tombstone, encode
@@ -97,7 +97,7 @@ class _Pass:
         try:
             held = await self._leased(new, leases.reference_stem)
         except (StorageError, FormatError, ExceptionGroup) as error:
-            self.outcome.failed.update(dict.fromkeys(new, _why(error)))
+            self.outcome.failed.update(dict.fromkeys(new, first_line(first_of(error))))
             return [version for version in due if version not in new]
         self.outcome.waiting.update({version: f"{spoken(version)} is held by {who}" for version, who in held.items()})
         due = [version for version in due if version not in held]
@@ -121,7 +121,7 @@ class _Pass:
             users = await self._leased(batch, leases.reader_stem, leases.reference_stem)
             found = await self.survey.look()
         except (StorageError, FormatError, ExceptionGroup) as error:
-            self.outcome.failed.update(dict.fromkeys(batch, _why(error)))
+            self.outcome.failed.update(dict.fromkeys(batch, first_line(first_of(error))))
             return
         for version in batch:
             try:
@@ -137,7 +137,7 @@ class _Pass:
                 else:
                     await self._delete_committed(version)
             except (StorageError, FormatError, IntegrityError, ExceptionGroup) as error:
-                self.outcome.failed[version] = _why(error)
+                self.outcome.failed[version] = first_line(first_of(error))
 
     async def _check_actor(self) -> None:
         newest = max(await self._run.generation_numbers(), default=self._generation)
@@ -197,10 +197,4 @@ class _Pass:
                 try:
                     await self._delete([tombstone_key(version)])
                 except (StorageError, ExceptionGroup) as error:
-                    self.outcome.failed[version] = _why(error)
-
-
-def _why(error: Exception) -> str:
-    while isinstance(error, ExceptionGroup):
-        error = cast("ExceptionGroup[Exception]", error).exceptions[0]
-    return first_line(error)
+                    self.outcome.failed[version] = first_line(first_of(error))

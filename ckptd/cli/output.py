@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar, cast
+from typing import Any, NoReturn, Self, TypeVar
 
 import humanize
 import typer
@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from ckptd.errors import CkptdError, to_fields
+from ckptd.errors import CkptdError, first_of, to_fields
 
 T = TypeVar("T")
 
@@ -82,8 +82,7 @@ def guarded(work: Callable[[], T], *, as_json: bool) -> T:
 
 
 def _fail(error: Exception, as_json: bool) -> NoReturn:
-    while isinstance(error, ExceptionGroup):
-        error = cast("ExceptionGroup[Exception]", error).exceptions[0]
+    error = first_of(error)
     if not isinstance(error, CkptdError):
         raise error
     if as_json:

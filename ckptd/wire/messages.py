@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ckptd import errors
-from ckptd.errors import CkptdError, DaemonError, ProtocolError, first_line
+from ckptd.errors import CkptdError, DaemonError, ProtocolError, from_fields, to_fields
 from ckptd.format.records import Generation, Rank, Size, Step, World
 from ckptd.limits import MESSAGE_BYTES_MAX, SLOTS_MAX
 
@@ -360,14 +359,9 @@ def decode_outgoing(data: bytes) -> Outgoing:
 
 def refusal(request: int, error: BaseException) -> Refused:
     """An error as a reply."""
-    if isinstance(error, CkptdError):
-        return Refused(request=request, error=type(error).__name__, message=error.message, hint=error.hint)
-    return Refused(request=request, error="DaemonError", message=first_line(error))
+    return Refused(request=request, **to_fields(error, foreign=DaemonError))
 
 
 def as_error(message: Refused | Failed) -> CkptdError:
     """The error that a message carries; a class that this release lacks becomes a :class:`DaemonError`."""
-    kind = getattr(errors, message.error, None)
-    if not (isinstance(kind, type) and issubclass(kind, CkptdError)):
-        kind = DaemonError
-    return kind(message.message, hint=message.hint)
+    return from_fields(message.error, message.message, message.hint, unknown=DaemonError)
