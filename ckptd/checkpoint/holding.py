@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import socket
 from collections.abc import Iterable
 
 from ckptd.checkpoint import leases
 from ckptd.checkpoint.concurrency import each
 from ckptd.checkpoint.objects import exists
+from ckptd.checkpoint.processes import holder_here
 from ckptd.checkpoint.selectors import spoken
 from ckptd.errors import NoCheckpoint, StorageError, first_line
 from ckptd.format.keys import Version, manifest_key, tombstone_key
@@ -51,7 +50,7 @@ class Holding:
 
     async def _hold(self, version: Version) -> None:
         # The lease first: whoever deletes announces it before looking for leases.
-        holder = f"{socket.gethostname()}, process {os.getpid()}, which is about to refer to it"
+        holder = holder_here("which is about to refer to it")
         stem = leases.reference_stem(version)
         self._leases.append(await leases.take(self._backend, stem, purpose="reference", holder=holder, version=version))
         if await exists(self._backend, tombstone_key(version)):

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 _START_FIELD = 19
 """Of ``/proc/PID/stat``, counted behind the command's closing parenthesis: the start time in ticks since boot."""
+
+
+def holder_here(doing: str) -> str:
+    """This process, for the people whom its lease keeps from something, and what it is doing."""
+    return f"{socket.gethostname()}, process {os.getpid()}, {doing}"
 
 
 def own_identity() -> str:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import socket
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ckptd.checkpoint.processes import holder_here
 from ckptd.checkpoint.run import Run
 from ckptd.errors import ConfigError
 from ckptd.storage import Backend, Limits, open_backend, with_standard_wrappers
@@ -79,4 +78,4 @@ async def opened_run(url: str, options: Sequence[str] | None) -> AsyncGenerator[
 
 def holder(command: str) -> str:
     """Who reads, for the lease."""
-    return f"{socket.gethostname()}, process {os.getpid()}, ckptd {command}"
+    return holder_here(f"ckptd {command}")

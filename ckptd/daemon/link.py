@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import random
 import socket
 import time
@@ -17,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from ckptd.checkpoint.concurrency import each
+from ckptd.checkpoint.processes import holder_here
 from ckptd.checkpoint.reader import CheckpointReader
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.survey import order
@@ -248,7 +248,7 @@ class Link:
         self.bytes = self.bytes_done = 0
         await copy_identity(run, self.target.backend, version.generation)
         await copy_health(run, self.target.backend, version)
-        holder = f"{socket.gethostname()}, process {os.getpid()}, copies to {self.target.backend.url}"
+        holder = holder_here(f"copies to {self.target.backend.url}")
         async with await CheckpointReader.open(run, version, holder=holder) as reader:
             world = reader.manifest.world
             checkpoint = self._checkpoint(run, version, world)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptd.checkpoint.processes import holder_here
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.trial import try_loading
 from ckptd.checkpoint.verdicts import record_verdict
@@ -97,7 +96,7 @@ class Verifying:
 
     async def _verify(self, wanted: _Wanted) -> None:
         run = Run(wanted.tier.verifying, wanted.run)
-        holder = f"{socket.gethostname()}, process {os.getpid()}, verifies it"
+        holder = holder_here("verifies it")
         try:
             found = await self._look(wanted, run, holder)
             stands = await record_verdict(run, wanted.version, good=found.good, by=holder, reason=found.reason)

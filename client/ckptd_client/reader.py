@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import weakref
 from collections.abc import Iterator, Mapping
 from types import EllipsisType, TracebackType
@@ -12,6 +10,7 @@ from typing import Any, Self, cast
 
 import torch
 
+from ckptd.checkpoint.processes import holder_here
 from ckptd.checkpoint.reader import CheckpointReader
 from ckptd.checkpoint.regions import region
 from ckptd.checkpoint.run import Run
@@ -55,7 +54,7 @@ def open_checkpoint(
 
 async def _open(backend: Backend, step: Selector) -> CheckpointReader:
     run = await Run.open(backend)
-    holder = f"{socket.gethostname()}, process {os.getpid()}, open_checkpoint"
+    holder = holder_here("open_checkpoint")
     return await CheckpointReader.open(run, await run.resolve(step), holder=holder)
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
+from ckptd.checkpoint.processes import holder_here
 from ckptd.storage import Backend, Limits, StorageOptions, open_backend, with_standard_wrappers
 
 
@@ -27,7 +26,7 @@ class Root:
     @property
     def holder(self) -> str:
         """This process, as others are told who holds a claim."""
-        return f"{socket.gethostname()}, process {os.getpid()}, launch {self.launch}"
+        return holder_here(f"launch {self.launch}")
 
     @contextlib.asynccontextmanager
     async def visit(self) -> AsyncGenerator[Backend, None]:
