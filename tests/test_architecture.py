@@ -169,10 +169,15 @@ def _file_access(path: Path) -> Iterator[str]:
     ],
 )
 def test_the_seam_scan_sees_what_it_looks_for(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    module = tmp_path / "module.py"
+    assert list(_file_access(_module_of(line, tmp_path, monkeypatch)))
+
+
+def _module_of(line: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module of this source alone, in a project of its own."""
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", root)
+    module = root / "module.py"
     module.write_text(line)
-    assert list(_file_access(module))
+    return module
 
 
 def test_nothing_executes_what_was_read() -> None:
@@ -214,7 +219,4 @@ def _unsafe(path: Path) -> Iterator[str]:
     ],
 )
 def test_the_scan_sees_what_it_looks_for(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    module = tmp_path / "module.py"
-    module.write_text(line)
-    assert list(_unsafe(module))
+    assert list(_unsafe(_module_of(line, tmp_path, monkeypatch)))

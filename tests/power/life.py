@@ -57,14 +57,13 @@ class Snapshotted(Whole):
     """What a slot holds, as the source of a put; in aligned memory, so that it is written directly."""
 
     resident_blocks = b""
+    unhealthy = ""
 
     def __init__(self, shard: bytes, contents: Contents) -> None:
         memory = mmap.mmap(-1, len(shard))
         memory[:] = shard
         super().__init__(memoryview(memory))
         self.blocks = digest_blocks(self.view, list(zip(contents.blocks.starts, contents.blocks.stops, strict=True)))
-        self.resident_blocks = b""
-        self.unhealthy = ""
 
 
 @dataclass(frozen=True)
