@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -198,7 +199,9 @@ def _damage_in_memory(node: Daemon, shard: Path) -> None:
     tail = shard.read_bytes()[-200:]
     found = 0
     for link in Path(f"/proc/{node.pid}/fd").iterdir():
-        if "memfd:" in os.readlink(link):
+        with contextlib.suppress(FileNotFoundError):  # a descriptor that the daemon closes meanwhile
+            if "memfd:" not in os.readlink(link):
+                continue
             with link.open("r+b") as memory:
                 at = memory.read().find(tail)
                 if at >= 0:
