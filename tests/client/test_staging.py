@@ -12,6 +12,7 @@ import torch
 from ckptd.errors import SnapshotVoided, StateError
 from ckptd_client import Checkpointer, Save
 from ckptd_client.reader import open_checkpoint
+from ckptd_client.staging.earning import OVERLAP_BYTES_MIN
 from tests.client.conftest import Training
 
 Open = Callable[..., Checkpointer]
@@ -78,6 +79,18 @@ def test_the_first_saves_are_eager_and_overlap_is_earned(open_ckpt: Open, tmp_ru
     saves = run_and_save_each(ckpt, optimizer, range(1, 5))
     assert saves[0].stats.overlapped_bytes == 0
     assert saves[-1].stats.overlapped_bytes == 2 * 8 * 50_000 * 4
+
+
+def test_a_tensor_that_is_copied_sooner_than_watched_does_not_overlap(open_ckpt: Open, tmp_run: str) -> None:
+    smallest = OVERLAP_BYTES_MIN // 4
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(size)) for size in (smallest - 1, smallest)])
+    optimizer = StepCounter(model.parameters())
+    ckpt = open_ckpt(tmp_run, {"model": model, "optimizer": optimizer}, every_steps=1)
+    optimizer.step()
+    save = run_and_save_each(ckpt, optimizer, range(1, 5))[-1]
+    assert save.stats.overlapped_bytes == 2 * OVERLAP_BYTES_MIN, "a parameter and its moment"
+    ckpt.flush(30)
+    assert all_values(tmp_run, 4) == {5.0}
 
 
 def test_a_tensor_written_outside_the_step_never_earns_overlap(open_ckpt: Open, tmp_run: str) -> None:

@@ -11,10 +11,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ckptd.limits import KIB
 from ckptd_client.capture import Leaf
 from ckptd_client.staging.checks import data_pointers, equal_bytes
 from ckptd_client.staging.ring import Slot
 
+OVERLAP_BYTES_MIN = 16 * KIB
+"""A smaller tensor in the host's memory is copied at once: to prove and to watch it takes longer than that."""
 PROVE_AGAIN_SAVES = 64
 """After so many overlapped saves one is copied at once and proves all of its tensors anew."""
 
@@ -38,7 +41,7 @@ class Earnings:
         self._candidate = [
             overlap
             and leaf.fenced
-            and leaf.tensor.numel() > 0
+            and leaf.tensor.nbytes >= (1 if leaf.tensor.is_cuda else OVERLAP_BYTES_MIN)
             and leaf.tensor.is_contiguous()
             and not leaf.tensor.is_inference()
             for leaf in leaves
