@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 from unittest import mock
 
 T = TypeVar("T")
+from ckptd import jitter
+
 
 
 class InPlace(ThreadPoolExecutor):
@@ -71,7 +73,7 @@ def run_steadily(work: Coroutine[Any, Any, T], source: random.Random) -> T:
         return uuid.UUID(bytes=source.randbytes(16), version=4)
 
     with (
-        mock.patch.multiple(random, uniform=source.uniform, random=source.random),
+        mock.patch.object(jitter, "_numbers", source),
         mock.patch.object(secrets, "token_hex", token_hex),
         mock.patch.object(uuid, "uuid4", uuid4),
         asyncio.Runner(loop_factory=_Loop) as runner,
