@@ -90,9 +90,16 @@ class _Findings:
 
 
 async def verify(
-    run: Run, version: Version, *, on_progress: OnProgress | None = None, holder: str | None = None
+    run: Run,
+    version: Version,
+    *,
+    on_progress: OnProgress | None = None,
+    holder: str | None = None,
+    holds: Callable[[int], bool] = lambda rank: True,
 ) -> Verification:
     """Read everything of a checkpoint again: manifest, generation, receipts, index, and every byte of every shard
+        except UnsupportedFormat:
+            raise
     against its digest; compare each shard's header with its layout; prove the coverage anew and compare the manifest
     with that proof byte for byte. Bounded memory: windows, some receipts, and what
     the proof keeps of them. ``holder``: hold a reader's lease meanwhile, see :meth:`CheckpointReader.open`.
@@ -112,10 +119,12 @@ async def verify(
         if on_progress is not None:
             on_progress(done, reader.manifest.held_bytes)
 
+    except UnsupportedFormat:
+        raise
     async with reader:
         await findings.collect("generation", _check_generation(run, reader.manifest))
         await findings.collect("proof", check_proof(reader))
-        for rank in range(reader.manifest.world):
+        for rank in filter(holds, range(reader.manifest.world)):
             await findings.collect(f"rank {rank}", _check_rank(reader, rank, advance))
     return Verification(version, tuple(findings.found), done)
 

@@ -30,7 +30,7 @@ from ckptd.errors import (
 from ckptd.format.cover import check_layout, held_bytes, resident_start, residents_in_slot_order
 from ckptd.format.digests import DIGEST_BYTES, digest, hex_digest
 from ckptd.format.keys import receipt_key, shard_key
-from ckptd.format.records import Receipt, Reference, ShardProof, Snapshot, decode, decode_layout
+from ckptd.format.records import Reference, ShardProof, Snapshot, decode, decode_layout, receipt_of
 from ckptd.format.remainder import Remainder, remainder, runs_within
 from ckptd.format.shard import block_bounds, block_count, cut_in_blocks, header_digests
 from ckptd.limits import BLOCK_BYTES_WRITTEN, RECEIPT_BYTES_MAX
@@ -189,7 +189,7 @@ async def upload(
             references=tuple(references),
             resident_blocks=source.resident_blocks,
         )
-        receipt = Receipt(shard=proof, snapshot=msgspec.Raw(contents.doc))
+        receipt = receipt_of(proof, msgspec.Raw(contents.doc))
         if snapshot.debug:
             await put_debug_mark(backend, snapshot.version)
         return Uploaded(await put_receipt(backend, contents.receipt_key, receipt), info.path_taken)
