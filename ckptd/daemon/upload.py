@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -150,18 +150,28 @@ class Uploaded:
     path_taken: str
 
 
+async def _store_everything() -> Sequence[Reference]:
+    return ()
+
+
 async def upload(
-    backend: Backend, contents: Contents, source: SlotSource, owner: Owner, references: Sequence[Reference] = ()
+    backend: Backend,
+    contents: Contents,
+    source: SlotSource,
+    owner: Owner,
+    refer: Callable[[], Awaitable[Sequence[Reference]]] = _store_everything,
 ) -> Uploaded:
     """Put the shard and then its receipt, at the root of its run and nowhere else. Durable on return.
 
-    With ``references``, only what they leave is stored; the source is digested then.
+    ``refer``: asked once the root is known as that of the run, for what is not to be stored again; where there is such,
+    the source is digested then.
 
     Raises :class:`SnapshotVoided`, :class:`Superseded`, :class:`SaveSkipped`, :class:`SaveError`, and what the store
     raises.
     """
     snapshot = contents.snapshot
     await check_run(backend, snapshot.run)
+    references = await refer()
     attempt = token()
     key = shard_key(snapshot.version, snapshot.rank, snapshot.world, attempt)
     left = await asyncio.to_thread(_left, contents.snapshot, references) if references else None
