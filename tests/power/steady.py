@@ -7,15 +7,16 @@ import asyncio
 import random
 import secrets
 import selectors
+import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 from unittest import mock
 
-T = TypeVar("T")
 from ckptd import jitter
 
+T = TypeVar("T")
 
 
 class InPlace(ThreadPoolExecutor):
@@ -77,5 +78,6 @@ def run_steadily(work: Coroutine[Any, Any, T], source: random.Random) -> T:
         mock.patch.object(secrets, "token_hex", token_hex),
         mock.patch.object(uuid, "uuid4", uuid4),
         asyncio.Runner(loop_factory=_Loop) as runner,
+        mock.patch.object(time, "monotonic", runner.get_loop().time),
     ):
         return runner.run(work)
