@@ -82,6 +82,12 @@ class Unavailable(StorageError):
     retryable = True
 
 
+class NoProgress(Unavailable):
+    """A store has been silent for so long that to try again at once is of no use."""
+
+    retryable = False
+
+
 class CredentialsExpired(Unavailable):
     """The credentials ran out; they are resolved anew on the next attempt."""
 

@@ -11,6 +11,11 @@ import random
 _numbers = random.Random()
 
 
+def spread_seconds(seconds: float, least: float = 0.75, most: float = 1.25) -> float:
+    """From ``least`` to ``most`` times as long."""
+    return seconds * _numbers.uniform(least, most)
+
+
 def jittered_seconds(longest_seconds: float) -> float:
     """Anything from 0 to this."""
     return _numbers.uniform(0.0, longest_seconds)

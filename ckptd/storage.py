@@ -98,8 +98,10 @@ class Backend(Protocol):
         With a :class:`Source`, ``ready`` is awaited before each part is read and ``complete`` before the object
         becomes visible; a :class:`ReleasableSource` is told of each part that need not be read again, where the backend
         reads in parts. May be called again with the same bytes. Keeps no reference to ``data`` after it returned or
-        raised; a put that failed or was cancelled leaves nothing visible and no temporary behind, unless the process
-        dies. Only a put that fails or is cancelled *while* the object becomes visible may leave it there: read it back.
+        raised, and a put that failed or was cancelled leaves nothing visible and no temporary behind, unless the
+        process dies, or the store hangs (:class:`NoProgress`): then ``data`` is still read, to no effect, and what is
+        left goes when the store comes back. Only a put that fails or is cancelled *while* the object becomes visible
+        may leave it there: read it back.
 
         Raises :class:`AlreadyExists` where ``if_absent`` and any object is there, whoever wrote it.
         """

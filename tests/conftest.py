@@ -190,7 +190,7 @@ def _our_processes() -> set[psutil.Process]:
     """Every living process that inherited this session's mark, children of init included; not this one."""
     mark = f"{OURS}={os.environ[OURS]}".encode()
     found: set[psutil.Process] = set()
-    for environ in Path("/proc").glob("[0-9]*/environ"):
+    for environ in [Path("/proc", name, "environ") for name in os.listdir("/proc") if name.isdecimal()]:
         try:
             process = psutil.Process(int(environ.parent.name))
             if process.pid != os.getpid() and mark in environ.read_bytes().split(b"\0"):

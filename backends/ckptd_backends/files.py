@@ -14,6 +14,7 @@ import mmap
 import os
 import stat
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from typing import NamedTuple
 
 import aiofiles
@@ -117,9 +118,10 @@ class Files:
         """The same into several memories, one after the other."""
         return os.preadv(descriptor, outs, offset)
 
-    async def read_small(self, path: str, limit_bytes: int) -> bytes:
-        """The first ``limit_bytes`` of a file, all of it where it is smaller, without blocking the event loop."""
-        reading = asyncio.ensure_future(self._read_small(path, limit_bytes))
+    async def read_small(self, path: str, limit_bytes: int, executor: Executor) -> bytes:
+        """The first ``limit_bytes`` of a file, all of it where it is smaller, without blocking the event loop: in
+        threads of ``executor``."""
+        reading = asyncio.ensure_future(self._read_small(path, limit_bytes, executor))
         try:
             return await asyncio.shield(reading)
         finally:
@@ -127,8 +129,9 @@ class Files:
                 await asyncio.wait([reading])
                 reading.exception()
 
-    async def _read_small(self, path: str, limit_bytes: int) -> bytes:
-        async with aiofiles.open(path, "rb", opener=lambda path, _: self.open(path)) as file:
+    async def _read_small(self, path: str, limit_bytes: int, executor: Executor) -> bytes:
+        opened = aiofiles.open(path, "rb", opener=lambda path, _: self.open(path), executor=executor)
+        async with opened as file:
             return await file.read(limit_bytes)
 
     def fsync(self, descriptor: int) -> None:

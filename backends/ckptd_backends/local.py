@@ -7,8 +7,9 @@ symbolic links are neither listed nor followed.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from pathlib import Path
 
 import msgspec
@@ -35,6 +36,7 @@ from ckptd_backends.local_reader import OpenFile, page_parts, takes_direct
 from ckptd_backends.local_temporaries import sweep
 from ckptd_backends.local_writer import NewFile
 from ckptd_backends.options import checked_options
+from ckptd_backends.patience import Calls
 from ckptd_backends.pool import Pool
 from ckptd_backends.sources import Part, byte_view, each_part, parts_of, source_of, stored
 
@@ -46,10 +48,15 @@ class LocalOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Size of one write or read; a multiple of 4096. Smaller ones cost processor time for each, and gain nothing."""
     inflight_max: int = 4
     """Threads, and so writes and reads at once: two fill a fast SSD."""
+    no_progress_seconds: float = 300.0
+    """A put fails where one write of a part, or one sync, takes longer. Syncs of what went through the page cache may
+    take a second more for each 50 MB."""
 
     def __post_init__(self) -> None:
         if self.part_bytes <= 0 or self.part_bytes % PAGE_BYTES or not 1 <= self.inflight_max <= 256:
             raise ValueError("part_bytes must be a multiple of 4096, inflight_max between 1 and 256")
+        if not self.no_progress_seconds > 0:
+            raise ValueError("no_progress_seconds must be above zero")
 
 
 class LocalBackend:
@@ -62,6 +69,7 @@ class LocalBackend:
         self._root = self._files.resolved(root)
         self._directories = Directories(self._files, self._root)
         self._pool = Pool(options.inflight_max, f"ckptd-file-{os.path.basename(root)}")
+        self._no_progress_seconds = options.no_progress_seconds
 
     @property
     def url(self) -> str:
@@ -81,33 +89,41 @@ class LocalBackend:
     async def put(self, key: str, data: bytes | memoryview | Source, *, if_absent: bool = False) -> ObjectInfo:
         source = source_of(data)
         target = self._path(key)
-        async with self._pool.operation():
+        async with self._operation(target) as calls:
             new = NewFile(self._files, self._directories, key, target, source.view)
             try:
-                await self._pool.run(new.create)
-                await self._write(new, source)
+                await calls.run_long(source.view.nbytes, new.create)
+                await self._write(new, source, calls)
                 await source.complete()
                 path_taken = "direct" if new.body_bytes else "buffered"
-                return _info(key, await self._pool.run(new.publish, if_absent=if_absent), path_taken)
+                cached_bytes = source.view.nbytes - new.body_bytes
+                state = await calls.run_long(cached_bytes, new.publish, if_absent=if_absent)
+                return _info(key, state, path_taken)
             finally:
-                await self._pool.run(new.discard)
+                new.give_up()
+                await calls.last(new.discard)
 
-    async def _write(self, new: NewFile, source: Source) -> None:
+    @contextlib.asynccontextmanager
+    async def _operation(self, where: str) -> AsyncGenerator[Calls]:
+        async with self._pool.operation():
+            yield Calls(self._pool, self._no_progress_seconds, where)
+
+    async def _write(self, new: NewFile, source: Source, calls: Calls) -> None:
         async def write(_: int, part: Part) -> None:
             await source.ready(part.start, part.stop)
-            await self._pool.run(new.write, part.start, part.stop)
+            await calls.run(new.write, part.start, part.stop)
             stored(source, part)
 
         body_bytes = new.body_bytes
         await each_part(parts_of(body_bytes, self._part_bytes), self._pool.threads, write)
-        await self._pool.run(new.end_body)
+        await calls.run(new.end_body)
         rest = parts_of(source.view.nbytes, self._part_bytes, start=body_bytes)
         await each_part(rest, self._pool.threads, write)
 
     async def delete(self, keys: Iterable[str]) -> None:
         paths = {key: self._path(key) for key in keys}
-        async with self._pool.operation():
-            if failures := await self._pool.run(self._delete, paths):
+        async with self._operation(self._root) as calls:
+            if failures := await calls.run(self._delete, paths):
                 raise ExceptionGroup(f"{len(failures)} of {len(paths)} objects not deleted", failures)
 
     def _delete(self, paths: dict[str, str]) -> list[Exception]:
@@ -138,9 +154,9 @@ class LocalBackend:
     async def settle(self, key: str) -> None:
         """See :class:`ckptd.storage.Settling`."""
         folder = os.path.dirname(self._path(key))
-        async with self._pool.operation():
+        async with self._operation(folder) as calls:
             with mapped(key, folder):
-                await self._pool.run(self._directories.settle, folder)
+                await calls.run(self._directories.settle, folder)
 
     async def abort_stale_uploads(self) -> int:
         """See :class:`ckptd.storage.LeavingUploads`: removes the temporaries of writers on this machine that are dead,
@@ -155,10 +171,11 @@ class LocalBackend:
 
     async def get(self, key: str, *, limit_bytes: int) -> bytes:
         path = self._path(key)
-        async with self._pool.operation():
+        async with self._operation(path) as calls:
             with mapped(key, path):
                 try:
-                    data = await self._files.read_small(path, limit_bytes + 1)
+                    reading = self._files.read_small(path, limit_bytes + 1, self._pool.executor)
+                    data = await calls.wait_for(reading)
                 except IsADirectoryError:
                     raise NotFound("no such object", key=key) from None
         if len(data) > limit_bytes:
@@ -185,9 +202,9 @@ class LocalBackend:
 
     async def head(self, key: str) -> ObjectInfo:
         path = self._path(key)
-        async with self._pool.operation():
+        async with self._operation(path) as calls:
             with mapped(key, path):
-                state = await self._pool.run(self._files.state, path)
+                state = await calls.run(self._files.state, path)
         if not state.is_file:
             raise NotFound("no such object", key=key)
         return _info(key, state)
@@ -198,8 +215,8 @@ class LocalBackend:
             yield info
 
     async def _walk(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        async with self._pool.operation():
-            states = await self._pool.run(self._list, prefix)
+        async with self._operation(self._root) as calls:
+            states = await calls.run(self._list, prefix)
         for state in states:
             key = prefix + state.name
             if KEY_PATTERN.fullmatch(key) is None:

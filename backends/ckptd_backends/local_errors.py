@@ -47,6 +47,7 @@ def _error(error: OSError, key: str, path: str, room: str) -> Exception:
     text = f"{error.strerror or error} at {path}"
     if error.errno in _FULL:
         limit = "quota" if error.errno == errno.EDQUOT else "disk"
+        room += " on the disk as a whole" if room and limit == "quota" else ""
         return StorageFull(f"{limit} full at {path}{room and ': '}{room}", key=key, hint=_HINTS_FULL[limit])
     if error.errno in _NOT_FOUND:
         return NotFound(f"no such file: {path}", key=key)

@@ -39,6 +39,7 @@ class NewFile:
         self._temporary = ""
         self._view = view
         self._descriptor = -1
+        self._given_up = False
         self.direct = False
         self.body_bytes = 0
 
@@ -133,6 +134,8 @@ class NewFile:
         """
         with mapped(self._key, self._target):
             self._files.fsync(self._descriptor)
+            if self._given_up:
+                raise StorageError("was given up before it was stored", key=self._key)
             if if_absent:
                 self._publish_if_absent()
             else:
@@ -187,6 +190,11 @@ class NewFile:
                 key=self._key,
                 hint="let nobody else write to the run's folders",
             )
+
+    def give_up(self) -> None:
+        """Nobody waits for it any more: it is not to be published from now on. May be called while another call goes
+        on."""
+        self._given_up = True
 
     def discard(self) -> None:
         """Close the file and remove the temporary name, if it still has one. Never raises."""

@@ -6,7 +6,7 @@ import contextlib
 import time
 from typing import Literal
 
-from ckptd.checkpoint.objects import read_record, store_clock, token
+from ckptd.checkpoint.objects import damaged, place, read_record, store_clock, token
 from ckptd.checkpoint.processes import is_gone, own_identity
 from ckptd.errors import NotFound
 from ckptd.format.digests import hex_digest
@@ -105,7 +105,8 @@ async def take(
 async def live(backend: Backend, *stems: str) -> dict[str, Lease]:
     """Key → lease, of those whose name starts with one of ``stems`` and that hold now. Sweeps expired ones of any kind.
 
-    Needs to write, as it asks the store for the time.
+    Needs to write, as it asks the store for the time. Raises :class:`FormatError` and :class:`IntegrityError`, naming
+    it, for one that cannot be read or is another's: until it expires, somebody may hold what it is on.
     """
     found = {info.key: info.modified_seconds async for info in backend.scan(LEASES)}
     if not found:
@@ -120,6 +121,8 @@ async def live(backend: Backend, *stems: str) -> dict[str, Lease]:
             lease = await read_record(backend, key, Lease)
         except NotFound:
             continue  # released or renewed meanwhile
+        if not key.removeprefix(LEASES).startswith(f"{lease.purpose}-{lease.version or ''}"):
+            raise damaged(place(backend, key), f"is the lease of a {lease.purpose}, on {lease.version or 'the run'}")
         if is_gone(lease.process):
             expired.append(key)
         else:

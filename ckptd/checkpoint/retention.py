@@ -96,7 +96,7 @@ class _Pass:
         new = [version for version in due if version in reasons and version not in found.announced]
         try:
             held = await self._leased(new, leases.reference_stem)
-        except (StorageError, FormatError, ExceptionGroup) as error:
+        except (StorageError, FormatError, IntegrityError, ExceptionGroup) as error:
             self.outcome.failed.update(dict.fromkeys(new, first_line(first_of(error))))
             return [version for version in due if version not in new]
         self.outcome.waiting.update({version: f"{spoken(version)} is held by {who}" for version, who in held.items()})
@@ -120,7 +120,7 @@ class _Pass:
             # put the manifest before, so leases are asked for before manifests are.
             users = await self._leased(batch, leases.reader_stem, leases.reference_stem)
             found = await self.survey.look()
-        except (StorageError, FormatError, ExceptionGroup) as error:
+        except (StorageError, FormatError, IntegrityError, ExceptionGroup) as error:
             self.outcome.failed.update(dict.fromkeys(batch, first_line(first_of(error))))
             return
         for version in batch:

@@ -184,27 +184,31 @@ class Run:
 
     async def marks(self, version: Version) -> list[Mark]:
         """What has been said of a checkpoint, oldest first by the store's clock."""
-        found = [info async for info in self.backend.scan(f"{MARKS}{version}/")]
-        found.sort(key=mark_order)
 
         async def read(key: str) -> Mark:
             return await read_record(self.backend, key, Mark)
 
-        return await each([info.key for info in found], RECORDS_IN_FLIGHT, read)
+        return await each(await self._marks_below(f"{MARKS}{version}/"), RECORDS_IN_FLIGHT, read)
 
     async def marked(self) -> dict[Version, list[str]]:
         """The kinds of all marks of all checkpoints, oldest first by the store's clock; from one listing."""
-        found = [info async for info in self.backend.scan(MARKS)]
         kinds: dict[Version, list[str]] = {}
-        for info in sorted(found, key=mark_order):
+        for key in await self._marks_below(MARKS):
             with contextlib.suppress(FormatError):
-                version = parse_version(info.key.removeprefix(MARKS).partition("/")[0])
-                kinds.setdefault(version, []).append(kind_of_mark(info.key))
+                version = parse_version(key.removeprefix(MARKS).partition("/")[0])
+                kinds.setdefault(version, []).append(kind_of_mark(key))
         return kinds
 
     async def standings(self) -> dict[Version, Standing]:
         """Of all checkpoints that have marks."""
         return {version: standing(kinds) for version, kinds in (await self.marked()).items()}
+
+    async def standing(self, version: Version) -> Standing:
+        """Of one checkpoint; from one listing, of its own marks."""
+        return standing([kind_of_mark(key) for key in await self._marks_below(f"{MARKS}{version}/")])
+
+    async def _marks_below(self, prefix: str) -> list[str]:
+        return [info.key for info in sorted([info async for info in self.backend.scan(prefix)], key=mark_order)]
 
     async def add_mark(self, version: Version, kind: MarkKind, *, by: str, reason: str) -> None:
         """Durable on return."""

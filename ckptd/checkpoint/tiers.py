@@ -15,11 +15,12 @@ from ckptd.checkpoint.concurrency import each
 from ckptd.checkpoint.leases import launch_family
 from ckptd.checkpoint.objects import place, read_record, token
 from ckptd.checkpoint.run import RECORDS_IN_FLIGHT, Run
-from ckptd.checkpoint.standing import UNMARKED, Standing
+from ckptd.checkpoint.standing import Standing
 from ckptd.errors import (
     AlreadyExists,
     CkptdError,
     ConfigError,
+    FormatError,
     NoCheckpoint,
     NotFound,
     StorageError,
@@ -232,8 +233,11 @@ async def copy_identity(source: Run, target: Backend, generation: int) -> None:
 async def copy_health(source: Run, target: Backend, version: Version) -> None:
     """Before a checkpoint is copied: what is unhealthy in one tier is so in the next. Raises :class:`StorageError`."""
     further = Run(target, source.id)
-    if not (await source.standings()).get(version, UNMARKED).unhealthy:
+    if not (await source.standing(version)).unhealthy:
         return
-    if not (await further.standings()).get(version, UNMARKED).unhealthy:
-        reason = next((mark.reason for mark in reversed(await source.marks(version)) if mark.mark == "unhealthy"), "")
+    if not (await further.standing(version)).unhealthy:
+        reason = ""
+        with contextlib.suppress(FormatError):  # that there is such a mark is what counts
+            reasons = [mark.reason for mark in await source.marks(version) if mark.mark == "unhealthy"]
+            reason = reasons[-1] if reasons else ""
         await further.add_mark(version, "unhealthy", by="copy", reason=reason)

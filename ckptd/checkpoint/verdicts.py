@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ckptd.checkpoint.run import Run
-from ckptd.checkpoint.standing import UNMARKED
 from ckptd.errors import NotFound
 from ckptd.format.keys import Version, manifest_key, tombstone_key
 
@@ -17,7 +16,7 @@ async def record_verdict(run: Run, version: Version, *, good: bool, by: str, rea
     Nothing is added to what its marks say already, nor to a checkpoint that is being deleted, as parts of it may be
     gone for that reason. Returns whether the verdict stands. Raises :class:`StorageError`.
     """
-    standing = (await run.standings()).get(version, UNMARKED)
+    standing = await run.standing(version)
     if (standing.verified and good) or (standing.suspect and not good):
         return True
     if await _is_going(run, version):

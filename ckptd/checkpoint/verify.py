@@ -14,7 +14,15 @@ from ckptd.checkpoint.reader import CheckpointReader
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.selectors import spoken
 from ckptd.checkpoint.trial import Tried
-from ckptd.errors import CoverageError, FormatError, IntegrityError, NoCheckpoint, NotFound, StateError
+from ckptd.errors import (
+    CoverageError,
+    FormatError,
+    IntegrityError,
+    NoCheckpoint,
+    NotFound,
+    StateError,
+    UnsupportedFormat,
+)
 from ckptd.format.cover import pieces_in_file_order
 from ckptd.format.dtypes import stored_as
 from ckptd.format.keys import Version, generation_key
@@ -85,23 +93,34 @@ class _Findings:
         """Await ``work``, whose result says what is well."""
         try:
             self.found.append(Finding("ok", subject, await work))
+        except UnsupportedFormat:
+            raise
         except _BAD as error:
             self.found.append(Finding("error", subject, error.message, error.hint))
 
 
 async def verify(
-    run: Run, version: Version, *, on_progress: OnProgress | None = None, holder: str | None = None
+    run: Run,
+    version: Version,
+    *,
+    on_progress: OnProgress | None = None,
+    holder: str | None = None,
+    holds: Callable[[int], bool] = lambda rank: True,
 ) -> Verification:
     """Read everything of a checkpoint again: manifest, generation, receipts, index, and every byte of every shard
     against its digest; compare each shard's header with its layout; prove the coverage anew and compare the manifest
     with that proof byte for byte. Bounded memory: windows, some receipts, and what
-    the proof keeps of them. ``holder``: hold a reader's lease meanwhile, see :meth:`CheckpointReader.open`.
+    the proof keeps of them. ``holder``: hold a reader's lease meanwhile, see :meth:`CheckpointReader.open`. ``holds``:
+    whether the shard of a rank is to be here; on a disk of a node's own that of others is not.
 
-    Raises :class:`NoCheckpoint` where it is not committed, and :class:`StorageError` where the store cannot tell.
+    Raises :class:`NoCheckpoint` where it is not committed, :class:`StorageError` where the store cannot tell, and
+    :class:`UnsupportedFormat` for what a newer release wrote: that says nothing against it.
     """
     findings = _Findings()
     try:
         reader = await CheckpointReader.open(run, version, holder=holder)
+    except UnsupportedFormat:
+        raise
     except _BAD as error:
         return Verification(version, (Finding("error", "manifest", error.message, error.hint),), 0)
     done = 0
@@ -115,7 +134,7 @@ async def verify(
     async with reader:
         await findings.collect("generation", _check_generation(run, reader.manifest))
         await findings.collect("proof", check_proof(reader))
-        for rank in range(reader.manifest.world):
+        for rank in filter(holds, range(reader.manifest.world)):
             await findings.collect(f"rank {rank}", _check_rank(reader, rank, advance))
     return Verification(version, tuple(findings.found), done)
 

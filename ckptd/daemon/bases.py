@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ckptd.checkpoint.catalog import Catalog
@@ -11,7 +12,6 @@ from ckptd.checkpoint.concurrency import in_thread
 from ckptd.checkpoint.holding import Holding
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.unchanged import Described, unchanged
-from ckptd.daemon.fencing import check_run
 from ckptd.errors import CkptdError, IntegrityError, first_line
 from ckptd.format.keys import Version
 from ckptd.format.records import Reference, Snapshot
@@ -105,13 +105,12 @@ async def _look_up(run: Run, snapshot: Snapshot) -> tuple[Version | None, bytes]
 
 
 async def refer(backend: Backend, base: Base, state: Described) -> Referred:
-    """What a save may refer to instead of storing it, held; nothing where that cannot be told."""
+    """What a save may refer to instead of storing it, held; nothing where that cannot be told. Writes leases, so the
+    root has to be known as that of the run."""
     try:
-        standings = await Run(backend, base.run).standings()
-        suspect = {marked for marked, standing in standings.items() if standing.suspect}
-        references = await in_thread(unchanged, base.receipt, state, suspect)
-        if references:
-            await check_run(backend, base.run)  # a lease, too, is written at the root of its own run only
+        references = await in_thread(unchanged, base.receipt, state)
+        if references and (suspect := await _suspect(Run(backend, base.run), base, references)):
+            references = await in_thread(unchanged, base.receipt, state, suspect)
         holding = await Holding.of(backend, {holder_of(reference.key) for reference in references})
         try:
             for reference in references:
@@ -125,6 +124,14 @@ async def refer(backend: Backend, base: Base, state: Described) -> Referred:
         log.warning("%s at %s is stored in full: %s", state.version, backend.url, first_line(error))
         return Referred()
     return Referred(references, holding)
+
+
+async def _suspect(run: Run, base: Base, references: Sequence[Reference]) -> set[Version]:
+    """Of the checkpoints that matter: the one that is compared with, and those with the bytes."""
+    asked = {holder_of(reference.key) for reference in references}
+    if base.version is not None:
+        asked.add(base.version)
+    return {version for version in sorted(asked) if (await run.standing(version)).suspect}
 
 
 async def still_likely(base: Base, referred: Referred, state: Described) -> bool:

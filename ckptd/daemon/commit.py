@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from ckptd.errors import (
 from ckptd.format.keys import RUN, manifest_key, mark_key, parse_version, receipt_key, tombstone_key
 from ckptd.format.proof import Commit as Proved
 from ckptd.format.records import Manifest, Mark, encode
+from ckptd.jitter import spread_seconds
 from ckptd.limits import RECEIPT_BYTES_MAX
 from ckptd.storage import Backend, settle
 
@@ -64,7 +64,7 @@ class Patience:
         """How many seconds rank 0's daemon has for a commit with so many bytes of receipts, at random: else all daemons
         of a large world would read and prove all of it while rank 0's is still at it."""
         proof_seconds = min(receipts_bytes * PROOF_SECONDS_PER_BYTE, self.commit_seconds / 4)
-        return (self.takeover_seconds + proof_seconds) * random.uniform(1, 2)
+        return spread_seconds(self.takeover_seconds + proof_seconds, 1, 2)
 
 
 class Commit:
@@ -249,7 +249,7 @@ class Commit:
     async def _pause(self, seconds: float) -> None:
         """Until there is news from the ranks here, or the time is up. With jitter, so that daemons spread out."""
         try:
-            async with asyncio.timeout(max(seconds, 0.001) * random.uniform(0.75, 1.25)):
+            async with asyncio.timeout(spread_seconds(max(seconds, 0.001))):
                 await self._news.wait()
         except TimeoutError:
             return

@@ -19,7 +19,7 @@ from ckptd.daemon.receipts import put_debug_mark, put_first, skip_reason
 from ckptd.errors import IntegrityError, NotFound, SaveError, SaveSkipped
 from ckptd.format.digests import hex_digest
 from ckptd.format.keys import receipt_key, shard_key
-from ckptd.format.records import Receipt, Reference, ShardProof, Snapshot, decode, encode
+from ckptd.format.records import Receipt, Reference, ShardProof, Snapshot, decode, encode, receipt_of
 from ckptd.format.remainder import Remainder, Run, remainder, runs_within
 from ckptd.format.shard import header_digests
 from ckptd.limits import RECEIPT_BYTES_MAX
@@ -109,7 +109,7 @@ class ShardCopy:
             key=shard_key(version, self.rank, self.reader.manifest.world, attempt),
             references=references,
         )
-        return encode(msgspec.structs.replace(self.receipt, shard=moved))
+        return encode(receipt_of(moved, self.receipt.snapshot))
 
     async def _put(self, shard: ShardProof, header: bytes, runs: Sequence[Run], on_bytes: OnBytes) -> None:
         async def fill(start: int, stop: int, out: memoryview) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +37,7 @@ from ckptd.errors import (
     first_line,
 )
 from ckptd.format.keys import Version, manifest_key, receipt_key
+from ckptd.jitter import spread_seconds
 from ckptd.limits import COPIES_AT_ONCE, COPY_POLL_SECONDS_MAX, COPY_RETRY_SECONDS, COPY_RETRY_SECONDS_MAX
 
 log = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ class Link:
                 del self._refused[next(iter(self._refused))]
         self._on_failed(self, error)
         seconds = min(COPY_RETRY_SECONDS * 2.0 ** min(self.failures - 1, 10), COPY_RETRY_SECONDS_MAX)
-        return seconds * random.uniform(0.75, 1.25)
+        return spread_seconds(seconds)
 
     async def _lead(self) -> float | None:
         """Rank 0 sits here: choose, say so, copy. Returns when to look again, ``None``: when there is news."""
@@ -225,7 +225,7 @@ class Link:
     def _poll_seconds(self) -> float:
         """Soon after news, then ever more seldom."""
         silent = time.monotonic() - self.news_seconds
-        return min(max(silent / 4, POLL_SECONDS_FIRST), COPY_POLL_SECONDS_MAX) * random.uniform(0.75, 1.25)
+        return spread_seconds(min(max(silent / 4, POLL_SECONDS_FIRST), COPY_POLL_SECONDS_MAX))
 
     async def _has_committed(self, run: Run, version: Version) -> bool:
         """Whether this node's own disk has it. Where it does not even have the receipts of the ranks here, it never

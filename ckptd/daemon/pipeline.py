@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -22,6 +22,7 @@ from ckptd.daemon.tier import Checkpoint
 from ckptd.daemon.upload import Contents, existing_receipt, read_contents, upload
 from ckptd.errors import CkptdError, SaveError, SnapshotVoided, StorageFull, Superseded, first_line, to_fields
 from ckptd.format.keys import Version
+from ckptd.format.records import Reference
 from ckptd.wire.messages import Committed, Durable, Failed, SlotRef
 
 log = logging.getLogger(__name__)
@@ -128,8 +129,9 @@ class Pipeline:
             if receipt is None:
                 if save.resumed:
                     raise SaveError(f"the receipt of {snapshot.version} is no longer at {tier.backend.url}")
-                base = await self._compare(save, contents, source)
-                uploaded = await upload(tier.backend, contents, source, save.owner, save.referred.references)
+                base = await self._bases.find(tier.backend, snapshot) if save.owner.incremental else None
+                refer = partial(self._refer, save, contents, source, base)
+                uploaded = await upload(tier.backend, contents, source, save.owner, refer)
                 receipt, path_taken = uploaded.receipt, uploaded.path_taken
                 if base is not None:
                     save.likely = await still_likely(base, save.referred, contents.described(source.blocks))
@@ -145,16 +147,15 @@ class Pipeline:
         )
         return path_taken, commit
 
-    async def _compare(self, save: Save, contents: Contents, source: SlotSource) -> Base | None:
-        """Find out what need not be stored again. Where that is unlikely, writing does not wait for it."""
-        if not save.owner.incremental:
-            return None
-        base = await self._bases.find(save.owner.nearest.backend, contents.snapshot)
+    async def _refer(
+        self, save: Save, contents: Contents, source: SlotSource, base: Base | None
+    ) -> Sequence[Reference]:
+        """What need not be stored again. Where that is unlikely, writing does not wait for it."""
         if base is not None and base.likely:
             await source.digested()
             save.referred = await refer(save.owner.nearest.backend, base, contents.described(source.blocks))
             self._tally.counts["referenced_bytes"] += save.referred.bytes
-        return base
+        return save.referred.references
 
     async def _fail(self, save: Save, error: Exception) -> None:
         fill, owner, stage = save.fill, save.fill.held.owner, save.stage

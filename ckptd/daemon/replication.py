@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 from ckptd.daemon.bases import Bases
@@ -58,10 +58,13 @@ class Replication:
 
     def committed(self, owner: Owner, tier: Tier, run: str, version: Version) -> None:
         """A tier has a new checkpoint: verification and retention there, and on to the next tier."""
-        self._verifying.soon(owner, tier, run, version)
-        self.retiring.soon(owner, tier, run, version)
+        here: Collection[int] = ()
         if tier.number + 1 < len(owner.tiers):
-            self._link(owner, tier.number + 1).nudge(version)
+            link = self._link(owner, tier.number + 1)
+            here = link.members
+            link.nudge(version)
+        self._verifying.soon(owner, tier, run, version, here)
+        self.retiring.soon(owner, tier, run, version)
 
     def _link(self, owner: Owner, number: int) -> Link:
         key = owner.seat.url, number

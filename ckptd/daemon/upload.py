@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ from ckptd.errors import (
 from ckptd.format.cover import check_layout, held_bytes, resident_start, residents_in_slot_order
 from ckptd.format.digests import DIGEST_BYTES, digest, hex_digest
 from ckptd.format.keys import receipt_key, shard_key
-from ckptd.format.records import Receipt, Reference, ShardProof, Snapshot, decode, decode_layout
+from ckptd.format.records import Reference, ShardProof, Snapshot, decode, decode_layout, receipt_of
 from ckptd.format.remainder import Remainder, remainder, runs_within
 from ckptd.format.shard import block_bounds, block_count, cut_in_blocks, header_digests
 from ckptd.limits import BLOCK_BYTES_WRITTEN, RECEIPT_BYTES_MAX
@@ -150,18 +150,28 @@ class Uploaded:
     path_taken: str
 
 
+async def _store_everything() -> Sequence[Reference]:
+    return ()
+
+
 async def upload(
-    backend: Backend, contents: Contents, source: SlotSource, owner: Owner, references: Sequence[Reference] = ()
+    backend: Backend,
+    contents: Contents,
+    source: SlotSource,
+    owner: Owner,
+    refer: Callable[[], Awaitable[Sequence[Reference]]] = _store_everything,
 ) -> Uploaded:
     """Put the shard and then its receipt, at the root of its run and nowhere else. Durable on return.
 
-    With ``references``, only what they leave is stored; the source is digested then.
+    ``refer``: asked once the root is known as that of the run, for what is not to be stored again; where there is such,
+    the source is digested then.
 
     Raises :class:`SnapshotVoided`, :class:`Superseded`, :class:`SaveSkipped`, :class:`SaveError`, and what the store
     raises.
     """
     snapshot = contents.snapshot
     await check_run(backend, snapshot.run)
+    references = await refer()
     attempt = token()
     key = shard_key(snapshot.version, snapshot.rank, snapshot.world, attempt)
     left = await asyncio.to_thread(_left, contents.snapshot, references) if references else None
@@ -189,7 +199,7 @@ async def upload(
             references=tuple(references),
             resident_blocks=source.resident_blocks,
         )
-        receipt = Receipt(shard=proof, snapshot=msgspec.Raw(contents.doc))
+        receipt = receipt_of(proof, msgspec.Raw(contents.doc))
         if snapshot.debug:
             await put_debug_mark(backend, snapshot.version)
         return Uploaded(await put_receipt(backend, contents.receipt_key, receipt), info.path_taken)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,13 @@ class _Wanted:
     tier: Tier
     run: str
     version: Version
+    here: frozenset[int]
+    """The ranks of the owner's world whose shards are to be there; of a shared tier that does not matter."""
     at_seconds: float = field(default_factory=time.monotonic)
+
+    def holds(self, rank: int) -> bool:
+        """Whether the shard of a rank is to be there."""
+        return self.tier.shared or rank % self.owner.world in self.here
 
 
 class Verifying:
@@ -69,17 +75,18 @@ class Verifying:
         wanted = [*self._wanted.values(), *([self._at_work] if self._at_work else [])]
         return [backend for each in wanted for backend in (each.tier.backend, each.tier.verifying)]
 
-    def soon(self, owner: Owner, tier: Tier, run: str, version: Version) -> None:
-        """Verify a commit soon, where that is for this trainer's daemon to do: rank 0's. A disk of each node's own
-        tells only of its own ranks; what it holds is verified when it is copied on."""
-        if not self._enabled or owner.seat.rank != 0 or not tier.shared:
+    def soon(self, owner: Owner, tier: Tier, run: str, version: Version, here: Collection[int]) -> None:
+        """Verify a commit soon, where that is for this trainer's daemon to do: rank 0's; and on a disk of a node's own
+        that of the lowest rank ``here``, as far as its shards go."""
+        first = 0 if tier.shared else min(here, default=-1)
+        if not self._enabled or owner.seat.rank != first:
             return
         url = tier.backend.url
         if tier is owner.home:
             self._commits[url] = self._commits.pop(url, 0) + 1
             if len(self._commits) > COUNTED_MAX:
                 self._commits.popitem(last=False)
-        self._wanted[url] = _Wanted(owner, tier, run, version)
+        self._wanted[url] = _Wanted(owner, tier, run, version, frozenset(here))
         if self._task is None or self._task.done():
             self._task = self._spawn(self._run(), "verification")
 
@@ -107,7 +114,7 @@ class Verifying:
             self._failed(wanted, f"not verified: {first_line(error)}")
 
     async def _look(self, wanted: _Wanted, run: Run, holder: str) -> Verification:
-        found = await verify(run, wanted.version, holder=holder)
+        found = await verify(run, wanted.version, holder=holder, holds=wanted.holds)
         loader, url = wanted.owner.loader, wanted.tier.backend.url
         if found.good and loader is not None and self._commits.get(url, 0) >= wanted.owner.load_every:
             self._commits[url] = 0

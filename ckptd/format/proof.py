@@ -89,6 +89,7 @@ class Proof:
         self._references: set[Version] = set()
         self._parts: set[str] = set()
         self._pinned = False
+        self._format = 1
 
     def add(self, data: bytes) -> None:
         """The receipt of the next rank. Raises as :func:`prove`."""
@@ -108,6 +109,7 @@ class Proof:
         self._references.update(holder_of(reference.key) for reference in receipt.shard.references)
         self._parts.update(snapshot.parts)
         self._pinned = self._pinned or snapshot.pin
+        self._format = max(self._format, receipt.format)
         key = receipt_key(snapshot.version, rank, snapshot.world)
         self._refs.append(ReceiptRef(bytes=len(data), digest=hex_digest(data), key=key, rank=rank))
 
@@ -140,6 +142,7 @@ class Proof:
         manifest = Manifest(
             bytes=self._bytes,
             common=self._common(first, objects),
+            format=self._format,
             generation=first.generation,
             index=split.inline,
             index_parts=tuple(index_parts),

@@ -24,7 +24,11 @@ from ckptd.limits import (
     TENSOR_DIMS_MAX,
 )
 
-FORMAT = 1
+FORMAT = 2
+"""The highest there is. Records of most kinds are of 1; see :func:`newest_format`."""
+FORMAT_OF_REFERENCES = 2
+"""Of receipts with references, and of manifests over such. A reader of 1 would take them for damaged, and remove what
+they need."""
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=INTEGER_MAX)]
 Step = Annotated[int, msgspec.Meta(ge=0, le=STEP_MAX)]
@@ -59,7 +63,7 @@ def _written(value: Any) -> Any:
 class Record(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """The common head of every record."""
 
-    format: Literal[1] = _written(1)
+    format: Annotated[int, msgspec.Meta(ge=1)] = _written(1)
 
 
 class Parent(msgspec.Struct, kw_only=True, frozen=True):
@@ -209,6 +213,11 @@ class Receipt(Record, kw_only=True, frozen=True):
     shard: ShardProof
     snapshot: msgspec.Raw
     """A :class:`Snapshot`, byte for byte as it lay in the slot."""
+
+
+def receipt_of(shard: ShardProof, snapshot: msgspec.Raw) -> Receipt:
+    """The receipt of a shard, in the format that its references call for."""
+    return Receipt(format=FORMAT_OF_REFERENCES if shard.references else 1, shard=shard, snapshot=snapshot)
 
 
 class Skipped(Record, kw_only=True, frozen=True):
@@ -423,6 +432,12 @@ class _Head(msgspec.Struct):
 
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
+_NEWEST_FORMATS = {"receipt": FORMAT_OF_REFERENCES, "manifest": FORMAT_OF_REFERENCES}
+
+
+def newest_format(kind: str) -> int:
+    """The highest format of records of a kind."""
+    return _NEWEST_FORMATS.get(kind, 1)
 
 
 def kind_of(record: type[Record]) -> str:
@@ -443,9 +458,10 @@ def decode(data: bytes | memoryview, kind: type[AnyRecord]) -> AnyRecord:
     """
     try:
         head = msgspec.json.decode(data, type=_Head)
-        if head.format > FORMAT:
+        if head.format > (newest := newest_format(head.kind)):
             raise UnsupportedFormat(
-                f"format version {head.format}, and this release reads {FORMAT}", hint="upgrade ckptd"
+                f"written by a newer release: format version {head.format}, and this one reads {newest}",
+                hint="upgrade ckptd",
             )
         wanted = kind_of(kind)
         if head.kind != wanted:

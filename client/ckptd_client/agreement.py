@@ -20,6 +20,7 @@ from ckptd.errors import (
     AlreadyExists,
     ConfigError,
     DeadlineExceeded,
+    FormatError,
     NotFound,
     UsageError,
     first_line,
@@ -190,16 +191,15 @@ class Agreement:
         try:
             result = decide(self._collect(key, topic, part["value"]))
         except Exception as error:
-            self._leave(key, to_fields(error))
+            self._leave(key, {"topic": topic} | to_fields(error))
             raise
-        self._leave(key, {"result": result})
+        self._leave(key, {"topic": topic, "result": result})
         return result
 
     def _leave(self, key: str, value: Mapping[str, Any]) -> None:
         """This rank's part; of rank 0, the answer."""
         if self.world > 1:
-            own = f"-{self.rank:05d}" if self.rank else ""
-            self.store.put(f"{key}{own}.json", msgspec.json.encode(value))
+            self.store.put(_name(key, self.rank), msgspec.json.encode({"rank": self.rank, **value}))
 
     def _collect(self, key: str, topic: str, mine: Any) -> list[Any]:
         values = [mine]
@@ -208,7 +208,7 @@ class Agreement:
         for rank in range(1, self.world):
             try:
                 left = max(stop - time.monotonic(), 0.0)
-                part = msgspec.json.decode(self.store.get(f"{key}-{rank:05d}.json", left), type=dict[str, Any])
+                part = _left_by(rank, key, self.store.get(_name(key, rank), left), "value")
             except DeadlineExceeded:
                 late.append(rank)
                 continue
@@ -230,10 +230,37 @@ class Agreement:
     def _await_answer(self, key: str, topic: str) -> dict[str, Any]:
         # Rank 0 may use its whole time to wait for others before it can say so.
         try:
-            data = self.store.get(f"{key}.json", self._deadline_seconds * 2)
+            data = self.store.get(_name(key, 0), self._deadline_seconds * 2)
         except DeadlineExceeded as error:
             raise DeadlineExceeded(f"rank 0 did not answer {topic!r}: {error.message}") from None
-        return msgspec.json.decode(data, type=dict[str, Any])
+        answer = _left_by(0, key, data, "result")
+        if "error" not in answer and answer["topic"] != topic:
+            raise _damaged(0, key, f"it answers {answer['topic']!r}, and {topic!r} was asked")
+        return answer
+
+
+def _name(key: str, rank: int) -> str:
+    """Where a rank leaves its part of a question; rank 0, the answer."""
+    return f"{key}-{rank:05d}.json" if rank else f"{key}.json"
+
+
+def _left_by(rank: int, key: str, data: bytes, wanted: str) -> dict[str, Any]:
+    """What a rank has left for the others: what they want of it, or an error. Raises :class:`FormatError`."""
+    try:
+        found = msgspec.json.decode(data, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise _damaged(rank, key, str(error)) from None
+    complete = "topic" in found and (wanted in found or {"error", "message", "hint"} <= found.keys())
+    if found.get("rank") != rank or not complete:
+        raise _damaged(rank, key, f"it is not what rank {rank} leaves")
+    return found
+
+
+def _damaged(rank: int, key: str, why: str) -> FormatError:
+    return FormatError(
+        f"what rank {rank} has left in {AGREEMENT}…/{_name(key, rank)} is damaged: {why:.200}",
+        hint="start all ranks anew; another start leaves what it says elsewhere",
+    )
 
 
 _opened: Counter[tuple[str, str]] = Counter()

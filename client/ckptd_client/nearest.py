@@ -12,7 +12,6 @@ from typing import Generic, TypeVar
 from ckptd.checkpoint.leases import launch_family
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.selectors import Selector, choose, spoken
-from ckptd.checkpoint.standing import UNMARKED
 from ckptd.checkpoint.tiers import TierRuns, open_tiers
 from ckptd.errors import CkptdError, FormatError, IntegrityError, NoCheckpoint, NotFound, ShortRead, StorageError
 from ckptd.format.keys import Version
@@ -139,6 +138,6 @@ def mark_verified(agreement: Agreement, roots: Sequence[Root], read_from: Root |
 async def _mark(root: Root, version: Version) -> None:
     async with root.visit() as backend:
         run = await Run.open(backend)
-        standing = (await run.standings()).get(version, UNMARKED)
+        standing = await run.standing(version)
         if not standing.verified and not standing.suspect:  # what others found wrong with it, a restore does not settle
             await run.add_mark(version, "verified", by=root.holder, reason="restored by all ranks")

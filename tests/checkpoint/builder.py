@@ -25,13 +25,13 @@ from ckptd.format.records import (
     Manifest,
     Parent,
     Piece,
-    Receipt,
     Reference,
     ShardProof,
     Snapshot,
     Span,
     TensorEntry,
     encode,
+    receipt_of,
 )
 from ckptd.format.remainder import remainder
 from ckptd.format.shard import StoredPiece, block_bounds, block_count, file_order, header_digests, lay_out
@@ -237,7 +237,7 @@ async def write_rank(
         references=tuple(references),
     )
     await run.backend.put(proof.key, shard)
-    receipt = encode(Receipt(shard=proof, snapshot=msgspec.Raw(encode(snapshot))))
+    receipt = encode(receipt_of(proof, msgspec.Raw(encode(snapshot))))
     await run.backend.put(receipt_key(version, rank, world), receipt, if_absent=True)
     return receipt
 

@@ -129,7 +129,7 @@ async def test_an_orphan_that_is_committed_in_time_stays(run: Run, monkeypatch: 
 async def test_who_is_about_to_refer_to_it_keeps_it(run: Run) -> None:
     made = await make_run(run, [10, 20])
     stem = leases.reference_stem(made[0])
-    lease = await leases.take(run.backend, stem, purpose="reader", holder="node3", version=made[0])
+    lease = await leases.take(run.backend, stem, purpose="reference", holder="node3", version=made[0])
     assert list((await retire(run, Keep(last=1), generation=1)).waiting) == [made[0]]
     await lease.release()
     assert (await retire(run, Keep(last=1), generation=1)).deleted == [made[0]]

@@ -124,6 +124,35 @@ def test_of_so_many_commits_one_is_loaded(eager: DaemonProcess, tmp_run: str, tm
             assert ("another model" if function == "bad" else "was not begun") in failures[0]
 
 
+def test_each_node_verifies_what_its_own_disk_holds(socket_path: Path, tmp_path: Path) -> None:
+    """One of two disks rots before it is read again: there the checkpoint is suspect, and nowhere else."""
+    shared = f"file://{tmp_path / 'shared'}"
+    members = [
+        Member(f"file://{tmp_path / f'disk{rank}'}", far_url=shared, world=2, shared=False, rank=rank)
+        for rank in range(2)
+    ]
+    with contextlib.ExitStack() as stack:
+        sessions: list[Trainer] = []
+        for member in members:
+            socket = socket_path.with_name(f"{member.rank}.sock")
+            daemon = stack.enter_context(daemon_at(socket, *EAGER, "--verify-delay", "3"))
+            sessions.append(stack.enter_context(training(daemon, member)))
+        for session in sessions:
+            session.save(10)
+        for session in sessions:
+            assert isinstance(session.outcome(10), Committed)
+        wait_until((run_folder(shared) / f"manifests/{Version(10, 1)}.json").exists, "the copy", deadline_seconds=20)
+        (shard,) = run_folder(members[1].url).glob("checkpoints/*/*.safetensors")
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 1
+        shard.chmod(0o644)
+        shard.write_bytes(data)
+        wait_until(lambda: counts(sessions[0]).get("verified") == 2, "two verdicts", deadline_seconds=40)
+        wait_until(lambda: counts(sessions[1]).get("suspect") == 1, "the verdict", deadline_seconds=40)
+    good, suspect = {Version(10, 1): Standing(verified=True)}, {Version(10, 1): Standing(suspect=True)}
+    assert [standings(url) for url in (members[0].url, members[1].url, shared)] == [good, suspect, good]
+
+
 def test_no_function_is_run_that_names_none(eager: DaemonProcess, tmp_run: str) -> None:
     member = Member(tmp_run, loader={"function": "os.system"})
     with pytest.raises(ConfigError, match="not a function"), training(eager, member):

@@ -28,7 +28,7 @@ from ckptd.wire.messages import GetStatus, Status
 from ckptd_client import Checkpointer, Keep, Save, open_checkpoint
 from devtools.processes import wait_until
 from tests.client.conftest import Daemon, Training, committed
-from tests.faults.disk import SmallDisk
+from tests.faults.disk import DiskWithQuotas, SmallDisk
 
 
 @dataclass
@@ -48,9 +48,18 @@ class Scene:
         return psutil.Process(self.daemon.pid)
 
 
+SceneOf = Callable[[SmallDisk], Scene]
+
+
 @pytest.fixture
-def scene(disk: SmallDisk, daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[Scene]:
-    found = Scene(disk, daemon, disk.root / f"run-{abs(hash(request.node.nodeid)) % 10**8}")
+def scene_of(daemon: Daemon, request: pytest.FixtureRequest) -> SceneOf:
+    """On a disk."""
+    return lambda disk: Scene(disk, daemon, disk.root / f"run-{abs(hash(request.node.nodeid)) % 10**8}")
+
+
+@pytest.fixture
+def scene(disk: SmallDisk, scene_of: SceneOf) -> Iterator[Scene]:
+    found = scene_of(disk)
     yield found
     shutil.rmtree(found.run, ignore_errors=True)
 
@@ -126,6 +135,55 @@ def test_r82_a_fault_of_the_disk_fails_one_save_and_training_goes_on(name: str, 
             assert not _open_files(scene)
         _train_and_save(training, ckpt, 4)
     _check(scene, [1, 4])
+
+
+def test_r82_a_full_quota_fails_one_save_and_names_it(
+    disk_with_quotas: DiskWithQuotas, daemon: Daemon, scene_of: SceneOf
+) -> None:
+    """A real EDQUOT; the next save works once the quota is raised."""
+    scene, training = scene_of(disk_with_quotas), Training()
+    with Checkpointer(scene.url, training.state, keep=Keep(last=5), socket=daemon.socket) as ckpt:
+        _train_and_save(training, ckpt, 1)
+        with disk_with_quotas.small_quota():
+            training.step()
+            failed = ckpt.save(2)
+            says = r"(?s)quota full at \S+/run-.*needs \d+ bytes.*on the disk as a whole.*have the quota raised"
+            with pytest.raises(SaveError, match=says):
+                failed.wait(timeout=60)
+            training.step()
+            assert not _open_files(scene)
+        _train_and_save(training, ckpt, 4)
+    _check(scene, [1, 4])
+
+
+def test_a_disk_that_hangs_fails_its_saves_and_no_others(scene: Scene, tmp_path: Path) -> None:
+    """Writes never return, for longer than the limit on that. When the disk comes back nothing is lost, and nothing
+    of the save that was given up appears."""
+    training, elsewhere = Training(), Training()
+    options = {"no_progress_seconds": 3.0}
+    with (
+        Checkpointer(
+            scene.url, training.state, keep=Keep(last=5), socket=scene.daemon.socket, storage_options=options
+        ) as ckpt,
+        Checkpointer(f"file://{tmp_path / 'run'}", elsewhere.state, socket=scene.daemon.socket) as other,
+    ):
+        _train_and_save(training, ckpt, 1)
+        with scene.disk.frozen():
+            training.step()
+            failed = ckpt.save(2)
+            _train_and_save(elsewhere, other, 1)
+            with pytest.raises(SaveError, match=r"(?s)no progress for 3 s at \S+/run-.*still there"):
+                failed.wait(timeout=60)
+            training.step()
+            _train_and_save(elsewhere, other, 2)
+            again = ckpt.save(3)  # it hangs as well, and holds nobody up
+            with pytest.raises(SaveError, match="no progress"):
+                again.wait(timeout=60)
+            _train_and_save(elsewhere, other, 3)
+        wait_until(lambda: not _open_files(scene), "what hung to end", deadline_seconds=30)
+        _train_and_save(training, ckpt, 4)
+    _check(scene, [1, 4])
+    assert committed(f"file://{tmp_path / 'run'}") == [1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["frozen", "failing"])

@@ -19,13 +19,13 @@ from ckptd.format.records import (
     Layout,
     Parent,
     Piece,
-    Receipt,
     Reference,
     ShardProof,
     Snapshot,
     Span,
     TensorEntry,
     encode,
+    receipt_of,
 )
 from ckptd.format.remainder import remainder
 from ckptd.format.shard import StoredPiece, cut_in_blocks, header_digests, lay_out
@@ -69,6 +69,8 @@ class Rank:
     check_replicas: bool = False
     references: Sequence[Reference] = ()
     """What of it lies in shards of other checkpoints."""
+    format: int = 0
+    """Of the receipt; 0: as it is written now."""
 
     @property
     def version(self) -> Version:
@@ -163,7 +165,8 @@ class Rank:
             references=tuple(self.references),
             resident_blocks=resident_blocks,
         )
-        return encode(Receipt(shard=proof, snapshot=msgspec.Raw(encode(self.snapshot(layout)))))
+        receipt = receipt_of(proof, msgspec.Raw(encode(self.snapshot(layout))))
+        return encode(msgspec.structs.replace(receipt, format=self.format or receipt.format))
 
 
 def _piece(where: Box | Span | None, at: int, data: bytes) -> Piece:

@@ -148,7 +148,7 @@ def test_limits_are_those_of_the_code() -> None:
         (int(limits.LEASE_SECONDS), "It holds until 60 s after"),
         (int(limits.TOMBSTONE_SECONDS), "once it is 3,600 s old"),
         (RANK_MAX, "0 to 99,999. **world**"),
-        (FORMAT, "# The format, version 1"),
+        (FORMAT, "# The format, version 2"),
     ):
         assert text in TEXT, text
         assert f"{limit:,}" in text or str(limit) in text

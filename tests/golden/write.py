@@ -5,7 +5,7 @@ again, whatever the code has become: what readers of that version must be able t
 or a new case, gets a new folder; an old one is not edited to make a test pass.
 
 ``v1`` is what the first release wrote, ``v1_any_layout`` what came with grids, resident pieces and common trees,
-``v1_incremental`` what came with references.
+``v1_incremental`` what came with references, ``v2`` the same in the format of their own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import shutil
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -307,9 +308,9 @@ def _after(rank: Rank, base: Rank) -> Rank:
         return replace(rank, references=unchanged.unchanged(base.receipt(), state))
 
 
-def frozen() -> Files:
+def frozen(version: int = 1) -> Files:
     """Layers that freeze one after the other: references to one checkpoint and to several, to whole tensors, boxes and
-    ranges, to one of an earlier generation; at last there is nothing left to store."""
+    ranges, to one of an earlier generation; at last there is nothing left to store. ``version``: of the format."""
     boxes = [Box((0, 0), (2, 4)), Box((2, 0), (1, 4))]
 
     def rank(step: int, head: int, rng: int, **more: Any) -> Rank:
@@ -321,7 +322,8 @@ def frozen() -> Files:
             piece("model/flat", "uint8", (9,), [Span(0, 4), Span(4, 9)]),
             whole("rng/torch", "uint8", (16,), per_rank=True, seed=rng),
         ]
-        return Rank(held, step=step, parts=("model", "rng"), block_bytes=65536, attempt=f"attempt-{step}", **more)
+        more |= {"block_bytes": 65536, "attempt": f"attempt-{step}", "format": 1 if version == 1 else 0}
+        return Rank(held, step=step, parts=("model", "rng"), **more)
 
     first = rank(10, 1, 1)
     second = _after(rank(20, 2, 2), first)
@@ -334,7 +336,7 @@ def frozen() -> Files:
 
 CASES = {f"{EARLY}/{made.__name__}": made for made in (one_rank, two_ranks, spans, index_in_parts, around)}
 CASES |= {f"v1_any_layout/{made.__name__}": made for made in (mesh, fine_blocks, large_world)}
-CASES |= {f"v1_incremental/{made.__name__}": made for made in (frozen,)}
+CASES |= {"v1_incremental/frozen": frozen, "v2/frozen": partial(frozen, 2)}
 
 
 def main() -> None:

@@ -208,7 +208,10 @@ REFUSED: dict[str, tuple[type[CkptdError], str]] = {
     "run/earlier-than-the-first-version.json": (FormatError, "$.format"),
     "run/empty.json": (FormatError, "not a record of the format"),
     "run/integer-too-long.json": (FormatError, "not JSON"),
-    "run/later-version.json": (UnsupportedFormat, "format version 2, and this release reads 1 (upgrade ckptd)"),
+    "run/later-version.json": (
+        UnsupportedFormat,
+        "written by a newer release: format version 2, and this one reads 1 (upgrade ckptd)",
+    ),
     "run/member-missing.json": (FormatError, "not a record of the format"),
     "run/member-twice-by-escape.json": (FormatError, "an object has the member 'run' twice"),
     "run/member-twice.json": (FormatError, "an object has the member 'run' twice"),

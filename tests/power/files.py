@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
+from concurrent.futures import Executor
 
 from ckptd_backends.files import Files, FileState, Room
 from tests.power.disk import Disk, File, Folder
@@ -81,7 +82,7 @@ class ModelFiles(Files):
             done += self.read(descriptor, out, offset + done)
         return done
 
-    async def read_small(self, path: str, limit_bytes: int) -> bytes:
+    async def read_small(self, path: str, limit_bytes: int, executor: Executor) -> bytes:
         self._go()
         return bytes(self._file(path).live[:limit_bytes])
 

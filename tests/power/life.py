@@ -83,6 +83,9 @@ class Story:
     """One seed: a disk, what was promised on it, and how it goes on."""
 
     seed: int
+    hurried: bool = False
+    """Nothing cuts the first life off but itself, and no rank skips; the power stays then, and the next life finds the
+    store full."""
     promises: Promises = field(default_factory=Promises)
     pending: Pending | None = None
     changes: int = 0
@@ -103,20 +106,20 @@ class Story:
                 disk = self._process.disk
                 self._process = ModelFiles(disk)
                 disk.changed = self._look
-                last = number == self._lives
-                self._stop_after = sys.maxsize if last else self.changes + self.random.randint(*self._changes_a_life)
+                calm = number == self._lives or (self.hurried and number == 0)
+                self._stop_after = sys.maxsize if calm else self.changes + self.random.randint(*self._changes_a_life)
                 self._stop_at = self.random.choice([NAMES, NAMES, ALL])
                 with contextlib.suppress(PowerLost):
                     run_steadily(Life(self, self._process).live(), random.Random(f"{self.seed} {number}"))
                 self._process.stopped = True
                 if self._broken is not None:
                     raise self._broken
-                if self.random.random() < self._power_lost:
+                if not (self.hurried and calm) and self.random.random() < self._power_lost:
                     self._lose_power(disk)
 
     def _lose_power(self, disk: Disk) -> None:
         left = disk.without_power(self.random, self.random.choice([*CHANCES, 0.2, 0.8]))
-        self.promises.after_power_loss(_below_root(left.files()))
+        self.promises.after_power_loss(below_root(left.files()))
         self._process = ModelFiles(left)
         self.pending = None
 
@@ -128,7 +131,7 @@ class Story:
         for chance in CHANCES:
             self.looks += 1
             try:
-                self.promises.check(_below_root(self._process.disk.left(self.random, chance)))
+                self.promises.check(below_root(self._process.disk.left(self.random, chance)))
             except Broken as broken:
                 broken.add_note(f"seed {self.seed}, change {self.changes} of the disk, chance {chance}")
                 self._broken = broken
@@ -144,7 +147,18 @@ class Story:
         raise PowerLost
 
 
-def _below_root(files: Mapping[str, bytes]) -> dict[str, bytes]:
+def contents_of(member: Member, step: int) -> tuple[bytes, Contents]:
+    """A rank's shard, and what its slot says that it holds."""
+    content = member.content(step, SHARD_BYTES)
+    snapshot = decode(content.doc, Snapshot)
+    layout = decode_layout(snapshot.layout)
+    sizes = [piece.bytes for piece in check_layout(layout)]
+    blocks = Blocks.of(block_bounds(layout.header_bytes, sizes, BLOCK_BYTES_WRITTEN))
+    return content.shard, Contents(content.doc, snapshot, layout.header_bytes, blocks)
+
+
+def below_root(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """By key."""
     return {path.removeprefix("run/"): data for path, data in files.items()}
 
 
@@ -176,7 +190,7 @@ class Life:
         record = await self.run.open_generation(
             launch="launch#0", world=world, opened_from=opened_from, host="h", pid=1
         )
-        if self.random.random() < 0.5:
+        if self.story.hurried or self.random.random() < 0.5:
             await self._retire_soon(record.generation)  # as when the first save finds the store full
         parent = opened_from and Parent(generation=opened_from.generation, step=opened_from.step)
         member = Member(self.backend.url, world=world, generation=record.generation, parent=parent)
@@ -186,7 +200,7 @@ class Life:
         if self._retiring is not None:
             await self._retiring
         await self._newest()
-        if left := [key for key in _below_root(self._disk.files()) if "~" in key]:
+        if left := [key for key in below_root(self._disk.files()) if "~" in key]:
             self.story.broke(Broken(f"{left} were left behind"))
 
     @property
@@ -230,7 +244,7 @@ class Life:
     async def upload_rank(self, pending: Pending, rank: int, *, adopted: bool) -> bytes:
         """A rank's snapshot, until the trainer is told that it is durable."""
         await asyncio.sleep(self.random.random())
-        shard, contents = self.contents(pending, rank)
+        shard, contents = contents_of(replace(pending.member, rank=rank), pending.step)
         receipt = await existing_receipt(self.backend, contents) if adopted else None
         if receipt is None:
             owner = cast(Any, SimpleNamespace(dead=adopted, connected=not adopted))
@@ -238,14 +252,6 @@ class Life:
             receipt = (await upload(self.backend, contents, source, owner)).receipt
         self.promises.durable.add((pending.version, rank, pending.member.world))
         return receipt
-
-    def contents(self, pending: Pending, rank: int) -> tuple[bytes, Contents]:
-        content = replace(pending.member, rank=rank).content(pending.step, SHARD_BYTES)
-        snapshot = decode(content.doc, Snapshot)
-        layout = decode_layout(snapshot.layout)
-        sizes = [piece.bytes for piece in check_layout(layout)]
-        blocks = Blocks.of(block_bounds(layout.header_bytes, sizes, BLOCK_BYTES_WRITTEN))
-        return content.shard, Contents(content.doc, snapshot, layout.header_bytes, blocks)
 
     def checkpoint(self, pending: Pending) -> Checkpoint:
         return Checkpoint(self.backend, pending.version, pending.member.world, RUN)
@@ -276,7 +282,8 @@ def _announcing(going: set[Version]) -> Iterator[None]:
 async def save(life: Life, pending: Pending, adopted: bool) -> None:
     """As daemons do: all ranks at once, a commit that each joins when its receipt is durable."""
     world = pending.member.world
-    left_out = world - 1 if world > 1 and not adopted and life.random.random() < 0.1 else None
+    may_skip = world > 1 and not adopted and not life.story.hurried
+    left_out = world - 1 if may_skip and life.random.random() < 0.1 else None
 
     async def rank(number: int) -> None:
         if number == left_out:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 
 from ckptd.errors import AlreadyExists
@@ -12,7 +12,7 @@ from ckptd.format.keys import MANIFESTS, Version, manifest_key, receipt_key
 from ckptd.format.records import Manifest, Receipt, Snapshot, decode, decode_layout
 from ckptd.format.shard import block_bounds
 from ckptd.storage import Backend, ObjectInfo, Source
-from ckptd_backends.sources import source_of
+from ckptd_backends.sources import Part, source_of, stored
 from ckptd_backends.wrappers.base import Wrapper
 
 
@@ -24,7 +24,9 @@ class Promises:
     """What a disk may look like when the power goes now: for each key the values that may be found (``None``: nothing),
     and what ckptd has told a trainer."""
 
-    def __init__(self) -> None:
+    def __init__(self, holds: Callable[[int], bool] = lambda rank: True) -> None:
+        """``holds``: whether the shard of a rank is to be there."""
+        self._holds = holds
         self.allowed: dict[str, set[bytes | None]] = {}
         self.durable: set[tuple[Version, int, int]] = set()
         """Version, rank and world: the trainer was told that its snapshot may be forgotten."""
@@ -42,17 +44,43 @@ class Promises:
             raise Broken(f"nobody has put {strange[0]}")
         for version, rank, world in self.durable:
             if version not in self.going:
-                _check_rank(found, receipt_key(version, rank, world), f"{version} was durable")
+                _check_rank(found, receipt_key(version, rank, world), f"{version} was durable", shard_too=True)
         for version in self.committed - self.going:
             if manifest_key(version) not in found:
                 raise Broken(f"{version} was committed, and its manifest is gone")
         for key in found:
             if key.startswith(MANIFESTS) and "~" not in key:
-                _check_checkpoint(found, key)
+                _check_checkpoint(found, key, self._holds)
 
     def after_power_loss(self, found: Mapping[str, bytes]) -> None:
         """What was found is what there is. Trainers have forgotten what they were told."""
         self.allowed = {key: {found.get(key)} for key in self.allowed}
+
+
+class Watched:
+    """A source of which it is known what was read of it, once that may become visible."""
+
+    def __init__(self, inner: Source, may_be_seen: Callable[[bytes], None]) -> None:
+        self._inner = inner
+        self._may_be_seen = may_be_seen
+        self._read = bytearray(inner.view.nbytes)
+        self.value = b""
+
+    @property
+    def view(self) -> memoryview:
+        return self._inner.view
+
+    async def ready(self, start: int, stop: int) -> None:
+        await self._inner.ready(start, stop)
+        self._read[start:stop] = self._inner.view[start:stop]
+
+    def stored(self, start: int, stop: int) -> None:
+        stored(self._inner, Part(start, stop))
+
+    async def complete(self) -> None:
+        await self._inner.complete()
+        self.value = bytes(self._read)
+        self._may_be_seen(self.value)
 
 
 class Recorded(Wrapper):
@@ -63,16 +91,20 @@ class Recorded(Wrapper):
         self._allowed = promises.allowed
 
     async def put(self, key: str, data: bytes | memoryview | Source, *, if_absent: bool = False) -> ObjectInfo:
-        value = bytes(source_of(data).view)
         values = self._allowed.setdefault(key, {None})
-        news = value not in values
-        values.add(value)
+        news: set[bytes | None] = set()
+
+        def may_be_seen(value: bytes) -> None:
+            news.update({value} - values)
+            values.add(value)
+
+        source = Watched(source_of(data), may_be_seen)
         try:
-            info = await self.inner.put(key, data, if_absent=if_absent)
+            info = await self.inner.put(key, source, if_absent=if_absent)
         except AlreadyExists:
-            values -= {None, *([value] if news else [])}  # whoever is told so may rely on what is there
+            values -= {None, *news}  # whoever is told so may rely on what is there
             raise
-        values.intersection_update({value})
+        values.intersection_update({source.value})
         return info
 
     async def delete(self, keys: Iterable[str]) -> None:
@@ -88,7 +120,7 @@ def _said(value: bytes | None) -> str:
     return "nothing" if value is None else f"{len(value)} bytes {hex_digest(value)[:8]}"
 
 
-def _check_checkpoint(found: Mapping[str, bytes], key: str) -> None:
+def _check_checkpoint(found: Mapping[str, bytes], key: str, holds: Callable[[int], bool]) -> None:
     where = f"{key} is there"
     manifest = _manifest(found[key])
     if manifest_key(manifest.version) != key:
@@ -101,7 +133,7 @@ def _check_checkpoint(found: Mapping[str, bytes], key: str) -> None:
         if (len(found[named.key]), _digest_of(found[named.key])) != (named.bytes, named.digest):
             raise Broken(f"{where}, and {named.key} has other bytes than it promises")
     for receipt in manifest.receipts:
-        _check_rank(found, receipt.key, where)
+        _check_rank(found, receipt.key, where, shard_too=holds(receipt.rank))
 
 
 @lru_cache(4096)
@@ -109,9 +141,11 @@ def _manifest(data: bytes) -> Manifest:
     return decode(data, Manifest)
 
 
-def _check_rank(found: Mapping[str, bytes], key: str, where: str) -> None:
+def _check_rank(found: Mapping[str, bytes], key: str, where: str, *, shard_too: bool) -> None:
     if key not in found:
         raise Broken(f"{where}, and {key} is not")
+    if not shard_too:
+        return
     shard, size, blocks, bounds = _promised_by(found[key])
     if shard not in found:
         raise Broken(f"{where}, and {shard} is not")

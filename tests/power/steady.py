@@ -7,11 +7,14 @@ import asyncio
 import random
 import secrets
 import selectors
+import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 from unittest import mock
+
+from ckptd import jitter
 
 T = TypeVar("T")
 
@@ -71,9 +74,10 @@ def run_steadily(work: Coroutine[Any, Any, T], source: random.Random) -> T:
         return uuid.UUID(bytes=source.randbytes(16), version=4)
 
     with (
-        mock.patch.multiple(random, uniform=source.uniform, random=source.random),
+        mock.patch.object(jitter, "_numbers", source),
         mock.patch.object(secrets, "token_hex", token_hex),
         mock.patch.object(uuid, "uuid4", uuid4),
         asyncio.Runner(loop_factory=_Loop) as runner,
+        mock.patch.object(time, "monotonic", runner.get_loop().time),
     ):
         return runner.run(work)

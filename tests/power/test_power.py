@@ -15,15 +15,17 @@ from tests.power.disk import Disk
 from tests.power.files import ModelFiles
 from tests.power.life import Story
 from tests.power.promises import Broken
-from tests.power.wrong import WRONG
+from tests.power.tiers import TieredStory
+from tests.power.wrong import WRONG, WRONG_WITH_TIERS
 
 FOUND_BY = {
     "receipt before shard": 1,
     "a receipt that is seen is taken to be durable": 7,
     "a manifest that is seen is taken to be durable": 1,
-    "a manifest that is gone is taken to be gone for good": 99,
 }
 """The first seed whose story shows it, other than 0: ``make power ARGS=--wrong`` looks for them."""
+HURRIED = {"a manifest that is gone is taken to be gone for good"}
+"""What a hurried story shows at once, and others hardly ever."""
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -37,7 +39,25 @@ def test_r61_r67_power_loss_at_any_moment_leaves_the_old_or_the_new(seed: int) -
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_done_wrong_is_found(name: str) -> None:
     with pytest.raises(Broken), WRONG[name]():
-        Story(FOUND_BY.get(name, 0)).tell()
+        Story(FOUND_BY.get(name, 0), hurried=name in HURRIED).tell()
+
+
+def test_r61_a_hurried_story_too() -> None:
+    Story(0, hurried=True).tell()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_r61_r67_tiers_on_disks_that_are_lost_apart_from_each_other(seed: int) -> None:
+    story = TieredStory(seed)
+    story.tell()
+    assert story.copied, "nothing was copied"
+    assert any(place.promises.going for place in story.places), "nothing was deleted"
+
+
+@pytest.mark.parametrize("name", WRONG_WITH_TIERS)
+def test_what_is_done_wrong_with_tiers_is_found(name: str) -> None:
+    with pytest.raises(Broken), WRONG_WITH_TIERS[name]():
+        TieredStory(0).tell()
 
 
 def test_a_story_can_be_told_again() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, cast
 from unittest import mock
 
@@ -13,7 +15,10 @@ import msgspec
 
 from ckptd.checkpoint import retention
 from ckptd.checkpoint.objects import token
-from ckptd.daemon.receipts import put_receipt, put_same
+from ckptd.checkpoint.run import Run
+from ckptd.daemon.copying import ShardCopy
+from ckptd.daemon.link import Link
+from ckptd.daemon.receipts import put_first, put_receipt, put_same
 from ckptd.daemon.upload import Contents, Uploaded
 from ckptd.errors import AlreadyExists
 from ckptd.format.digests import hex_digest
@@ -26,7 +31,7 @@ from ckptd_backends.local import LocalBackend
 from ckptd_backends.local_directories import Directories
 from ckptd_backends.sources import source_of
 from tests.power.files import ModelFiles, PowerLost
-from tests.power.life import Life, Pending, Snapshotted
+from tests.power.life import Life, Pending, Snapshotted, contents_of
 from tests.power.life import save as _save
 
 Wrong = Callable[[], AbstractContextManager[object]]
@@ -57,7 +62,10 @@ def _rename_and_sync(files: ModelFiles, source: str, target: str) -> None:
 async def _put_in_place(
     backend: LocalBackend, key: str, data: bytes | memoryview | Source, *, if_absent: bool = False
 ) -> ObjectInfo:
-    files, path, view = backend._files, backend._path(key), source_of(data).view
+    files, path, source = backend._files, backend._path(key), source_of(data)
+    view = source.view
+    await source.ready(0, view.nbytes)
+    await source.complete()
     folder = os.path.dirname(path)
     backend._directories.ensure(folder)
     try:
@@ -120,7 +128,7 @@ async def _upload_receipt_first(backend: Backend, contents: Contents, source: Sn
 
 async def _save_manifest_first(life: Life, pending: Pending, adopted: bool) -> None:
     world = pending.member.world
-    slots = [life.contents(pending, rank) for rank in range(world)]
+    slots = [contents_of(replace(pending.member, rank=rank), pending.step) for rank in range(world)]
     sources = [Snapshotted(shard, contents) for shard, contents in slots]
     receipts = [
         _proof(contents, source, f"{pending.version}") for (_, contents), source in zip(slots, sources, strict=True)
@@ -163,7 +171,7 @@ def _shards_unsynced(files: ModelFiles, descriptor: int) -> None:
 def _unlink_and_die(files: ModelFiles, path: str) -> None:
     """Whoever removes a manifest dies of it: few stories come to that by chance."""
     _unlink(files, path)
-    if "/manifests/" in path:
+    if "/manifests/" in path and "~" not in path:
         files.stopped = True
         raise PowerLost
 
@@ -197,3 +205,24 @@ WRONG: Mapping[str, Wrong] = {
     "a manifest that is gone is taken to be gone for good": _gone_is_gone,
 }
 """What is wrong → the context in which it is done so."""
+
+
+_copy = Link._copy  # pyright: ignore[reportPrivateUsage]
+
+
+async def _copy_told_early(link: Link, run: Run, version: Version) -> asyncio.Task[None]:
+    link._on_copied(link.owner, link.target, run.id, version)
+    return await _copy(link, run, version)
+
+
+async def _receipt_alone(copy: ShardCopy, *_: object) -> bytes:
+    return await put_first(copy.target, copy._key, copy.near)
+
+
+WRONG_WITH_TIERS: Mapping[str, Wrong] = {
+    "files are not synced": WRONG["files are not synced"],
+    "folders are not synced": WRONG["folders are not synced"],
+    "a copy counts before it is committed": lambda: mock.patch.object(Link, "_copy", _copy_told_early),
+    "a copy without its shards": lambda: mock.patch.object(ShardCopy, "bring", _receipt_alone),
+}
+"""The same for what goes on to further tiers."""
