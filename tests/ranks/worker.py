@@ -119,12 +119,14 @@ class Worker:
         layers: int = 2,
         seed: int | None = None,
         idle_seconds: float = IDLE_SECONDS,
+        beside: str = "",
         **options: Any,
     ) -> dict[str, Any]:
         """A new training and checkpointer of this rank. ``kind``: see :mod:`tests.ranks.models`; ``layout``: see
         :mod:`tests.ranks.layouts`; ``flat``: see :mod:`tests.ranks.flat`; ``odd``: see :mod:`tests.ranks.odd`;
         ``of``: what these are told; with a ``seed`` all ranks train the very same. ``node``: what its machine is
-        called. ``idle_seconds``: how long a restore waits for saves in flight."""
+        called. ``idle_seconds``: how long a restore waits for saves in flight. ``beside``: what stands in the state and
+        cannot be saved, an ``object`` or a ``name``."""
         os.environ["CKPTD_NODE"] = node
         supply.IDLE_SECONDS = idle_seconds
         if kind:
@@ -148,9 +150,10 @@ class Worker:
         self.saves = {}
         options.setdefault("keep", 50)
         options["keep"] = Keep(last=options["keep"])
-        self.ckpt = Checkpointer(
-            url, self.training.state, rank=rank, world=world, launch=launch, socket=socket, **options
-        )
+        state = self.training.state
+        if beside:
+            state = {**state, **{"object": {"foreign": object()}, "name": {"": 1}}[beside]}
+        self.ckpt = Checkpointer(url, state, rank=rank, world=world, launch=launch, socket=socket, **options)
         return {}
 
     def restore(self, **options: Any) -> dict[str, Any]:
