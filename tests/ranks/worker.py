@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +23,7 @@ from ckptd.storage import Backend
 from ckptd_client import Checkpointer, Keep, Save, supply
 from ckptd_client.restored import Restored
 from tests.client.conftest import Training
+from tests.ranks import clock
 
 if TYPE_CHECKING:
     from tests.ranks.flat import FlatTraining, ZeroOneTraining
@@ -57,6 +60,13 @@ class Worker:
         self.ckpt: Checkpointer | None = None
         self.training: Training | ParallelTraining | Digested = Training(width=16, layers=2)
         self.saves: dict[int, Save] = {}
+        self.put_clock_right: Callable[[], None] = lambda: None
+
+    def follow_clock(self, file: str) -> dict[str, Any]:
+        """Until this rank leaves its group, its clock is wrong by what stands in a file."""
+        self.put_clock_right()
+        self.put_clock_right = clock.follow(Path(file))
+        return {}
 
     def group(self, store: str, rank: int, world: int, timeout_seconds: float = 1800) -> dict[str, Any]:
         """Join a process group."""
@@ -96,6 +106,7 @@ class Worker:
     def ungroup(self) -> dict[str, Any]:
         """Leave it, and everything that was built on it."""
         self.close()
+        self.put_clock_right()
         self.training = Training(width=16, layers=2)
         self.saves = {}
         if dist.is_initialized():
