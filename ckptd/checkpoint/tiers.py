@@ -202,7 +202,8 @@ async def open_generation(
 ) -> GenerationRecord:
     """Begin the next life of the run in all tiers that answer; exactly one caller gets each number. Durable on return.
 
-    A further tier that does not answer now learns of it before anything of the generation is copied there.
+    A further tier that does not answer, or takes nothing, learns of it before anything of the generation is copied
+    there. Raises the nearest tier's :class:`StorageError`.
     """
     parent = None if opened_from is None else Parent(generation=opened_from.generation, step=opened_from.step)
     number = 1 + max([number for run in tiers.runs for number in await run.generation_numbers()], default=0)
@@ -212,11 +213,21 @@ async def open_generation(
         )
         try:
             for run in reversed(tiers.runs):
-                await put_generation(run.backend, record)
+                await _tell(run, record, needed=run is tiers.runs[0])
             return record
         except Superseded:
             number += 1  # somebody else's; a number that is skipped harms nothing
     raise UsageError(f"{tiers.runs[0].backend.url}: all {GENERATION_MAX} generations are used up")
+
+
+async def _tell(run: Run, record: GenerationRecord, *, needed: bool) -> None:
+    """Make a generation known in a tier. One that is not ``needed``, and is full or read-only, is passed over."""
+    try:
+        await put_generation(run.backend, record)
+    except StorageError as error:
+        if needed:
+            raise
+        log.warning("%s is passed over for now: %s", run.backend.url, first_line(error))
 
 
 async def copy_identity(source: Run, target: Backend, generation: int) -> None:

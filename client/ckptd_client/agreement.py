@@ -11,6 +11,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
@@ -33,7 +34,7 @@ from ckptd.jitter import backoff_seconds
 from ckptd.limits import AGREEMENT_SECONDS, SMALL_RECORD_BYTES_MAX
 from ckptd_client.blocking import run_blocking
 from ckptd_client.roots import Root
-from ckptd_client.topology import LAUNCH_VARIABLE, Topology, torch_store
+from ckptd_client.topology import LAUNCH_VARIABLE, Topology, node_id, number_nodes, torch_store
 
 T = TypeVar("T")
 
@@ -261,6 +262,20 @@ def _damaged(rank: int, key: str, why: str) -> FormatError:
         f"what rank {rank} has left in {AGREEMENT}…/{_name(key, rank)} is damaged: {why:.200}",
         hint="start all ranks anew; another start leaves what it says elsewhere",
     )
+
+
+def nodes_of(agreement: Agreement, socket: Path, get_ready: Callable[[], T]) -> tuple[T, tuple[int, ...]]:
+    """What ``get_ready`` gives on this rank, and for each rank the number of its node, which is where its daemon's
+    ``socket`` lies. Raises on all ranks what ``get_ready`` raised on any: none of them waits for one that cannot begin.
+    """
+    found: list[T] = []
+
+    def here() -> str:
+        found.append(get_ready())
+        return node_id(socket) if agreement.world > 1 else ""
+
+    numbers = agreement.decide("nodes", here, number_nodes)
+    return found[0], tuple(numbers)
 
 
 _opened: Counter[tuple[str, str]] = Counter()

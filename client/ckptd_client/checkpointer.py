@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -35,8 +35,8 @@ from ckptd.wire import messages
 from ckptd.wire.channel import default_socket
 from ckptd.wire.messages import Hello, Skip
 from ckptd_client import leaving, stopping
-from ckptd_client.agreement import open_agreement
-from ckptd_client.capture import Placement, State
+from ckptd_client.agreement import nodes_of, open_agreement
+from ckptd_client.capture import Capture, Placement, State
 from ckptd_client.capture.selection import EVERYTHING, Selection
 from ckptd_client.collecting import collecting_later
 from ckptd_client.generation import Life, Opening, WriterClaim, open_life
@@ -49,16 +49,14 @@ from ckptd_client.save import Save, as_save_error
 from ckptd_client.schedule import Appointments, Schedule
 from ckptd_client.settings import check_settings, check_step, declared, to_be_finite
 from ckptd_client.snapshots import Snapshots, planned_or_refused
+from ckptd_client.staging.plan import Plan
 from ckptd_client.staging.stager import Check, Stager
 from ckptd_client.supply import ArenaSupply
 from ckptd_client.tiers import Url, as_tiers, check_furthest, find_shared, of_hello, roots_of
-from ckptd_client.topology import Topology, node_id, number_nodes
+from ckptd_client.topology import Topology
 
 OnFull = Literal["wait", "skip", "fail"]
 OnError = Literal["log", "raise"]
-
-DOC_BYTES_SPARE = 65536
-"""Of a snapshot's record beyond its layout and state tree."""
 
 _log = logging.getLogger("ckptd")
 
@@ -140,9 +138,6 @@ class Checkpointer:
         self._takeover = takeover
         topology = Topology.detect(rank, world, launch)
         self._rank, self._world = topology.rank, topology.world
-        self._state = State(state, world=self._world, rng=rng, rank=self._rank, replicated=declared(replicated))
-        with collecting_later():
-            planned = planned_or_refused(self._state)
         self._loader = None if verify_load is None else Loader.here(verify_load)
         self._load_every = verify_load_every
         self._incremental = incremental
@@ -151,8 +146,18 @@ class Checkpointer:
         check_furthest(self._tiers, self._world)
         self._agree(topology)
         path = Path(socket) if socket is not None else default_socket()
-        self._connect(path, slots, start_daemon=start_daemon)
-        nodes = self._nodes(path)
+        self._link = DaemonLink(path, self._hello(), start_daemon=start_daemon)
+        self._supply = ArenaSupply(self._link, slots=slots)
+        self._handles = Handles(slot_freed=self._supply.wake)
+
+        def make() -> State:
+            return State(state, world=self._world, rng=rng, rank=self._rank, replicated=declared(replicated))
+
+        try:
+            planned, nodes = nodes_of(self._agreement, path, lambda: self._get_ready(make))
+        except BaseException:
+            self._link.close()
+            raise
         self._state.place(Placement(self._rank, self._world, nodes, resident=resident, check=check_replicas))
         self._claim = WriterClaim(self._roots)
         self._stager = Stager(
@@ -183,15 +188,17 @@ class Checkpointer:
         self._roots = find_shared(self._agreement, roots)
         self._launch = roots[0].launch
 
-    def _connect(self, path: Path, slots: int, *, start_daemon: bool) -> None:
-        self._link = DaemonLink(path, self._hello(), start_daemon=start_daemon)
-        self._supply = ArenaSupply(self._link, slots=slots)
-        self._handles = Handles(slot_freed=self._supply.wake)
+    def _get_ready(self, make: Callable[[], State]) -> tuple[Capture, Plan]:
+        """What a single rank may fail in: its state can be saved, and its daemon answers."""
+        self._state = make()
+        with collecting_later():
+            planned = planned_or_refused(self._state)
         self._link.open(
             on_event=self._handles.on_event,
             on_renewed=self._supply.hand_over,
             on_refused=self._handles.on_refused,
         )
+        return planned
 
     def _hello(self) -> Hello:
         return Hello(
@@ -205,16 +212,6 @@ class Checkpointer:
             load_every=self._load_every,
             incremental=self._incremental,
         )
-
-    def _nodes(self, socket: Path) -> tuple[int, ...]:
-        """For each rank the number of its node."""
-        if self._world == 1:
-            return (0,)
-        try:
-            return tuple(self._agreement.decide("nodes", node_id(socket), number_nodes))
-        except BaseException:
-            self._link.close()
-            raise
 
     @property
     def rank(self) -> int:

@@ -55,6 +55,7 @@ class DaemonLink:
         """Why no daemon takes this trainer any more; the link stays down then."""
         self._closed = False
         self._up = False
+        self._listener: threading.Thread | None = None
         self._lock = threading.Lock()
         self._replies: dict[int, Outgoing | None] = {}
         self._descriptors: dict[int, int] = {}
@@ -274,6 +275,8 @@ class DaemonLink:
         if self._closed:
             return
         self._closed = True
+        if self._listener is None:  # it was never open
+            return
         self._go_down()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

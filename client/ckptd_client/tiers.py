@@ -110,7 +110,6 @@ def find_shared(agreement: Agreement, roots: Sequence[Root]) -> tuple[Root, ...]
     if agreement.world == 1:
         return tuple(roots)
     unique, left = agreement.decide("probe", None, lambda _: run_blocking(_leave_probes(roots)))
-    seen = run_blocking(_look(roots, unique, left))
 
     def judge(all_seen: list[list[bool]]) -> list[bool]:
         shared = [all(by_rank) for by_rank in zip(*all_seen, strict=True)]
@@ -119,7 +118,7 @@ def find_shared(agreement: Agreement, roots: Sequence[Root]) -> tuple[Root, ...]
             raise _none_shared([root.url for root in roots])
         return shared
 
-    shared = agreement.decide("shared", seen, judge)
+    shared = agreement.decide("shared", lambda: run_blocking(_look(roots, unique, left)), judge)
     return tuple(replace(root, shared=yes) for root, yes in zip(roots, shared, strict=True))
 
 

@@ -113,9 +113,9 @@ def drawn() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), torch.rand(()).item()
 
 
-@pytest.mark.parametrize("world", [2, 6])
-def test_r32_another_number_of_ranks_draws_from_new_streams_and_says_so(world: int) -> None:
-    """The same at every restore; other ones on every rank, and none that any rank had."""
+def test_r32_another_number_of_ranks_draws_from_new_streams_and_says_so() -> None:
+    """The same at every restore of a checkpoint; other ones on every rank, on every other number of ranks, and from
+    every other checkpoint, and none that any rank had."""
     ranks, merge = [own_generators(rank) for rank in range(4)], Merge()
     known: set[float] = set()
     for rank in range(4):
@@ -124,17 +124,19 @@ def test_r32_another_number_of_ranks_draws_from_new_streams_and_says_so(world: i
     for one in ranks:
         merge.add(msgspec.Raw(one.tree), one.layout.aliases)
     common = dataclasses.replace(ranks[0], tree=bytes(merge.tree))
-    for rank in range(world):
+    places = [(identity, world, rank) for identity in ("one", "another") for world in (2, 6) for rank in range(world)]
+    for identity, world, rank in places:
         mine: list[tuple[float, ...]] = []
         for seed in (1, 2):
             seed_all(seed)
-            report = restore(common, {"n": 0}, rng=True, rank=rank, world=world, saved_world=4).report
+            here = {"rank": rank, "world": world, "saved_world": 4}
+            report = restore(common, {"n": 0}, rng=True, identity=identity, **here).report
             assert any(f"saved by 4 ranks and restored by {world}" in notice for notice in report.notices)
             mine.append(drawn())
         assert mine[0] == mine[1]
         assert not known & set(mine[0])
         known.update(mine[0])
-    assert len(known) == 3 * (4 + world)
+    assert len(known) == 3 * (4 + len(places))
 
 
 def test_r32_what_all_ranks_drew_alike_goes_on() -> None:
@@ -172,6 +174,11 @@ def test_r33_generator_states_return_in_the_containers_their_setters_want() -> N
     expected = (random.random(), np.random.rand(), own.random(), torch.rand(()))
     fresh: dict[str, Any] = {"s": dict.fromkeys(state)}
     restore(save({"s": state}), fresh)
+    seed_all(98)
+    python, numpy = random.getstate(), np.random.get_state()
+    live: dict[str, Any] = {"s": {**dict.fromkeys(state), "python": python, "numpy": numpy}}
+    restore(save({"s": state}), live)  # into what is there, and has the same containers
+    assert_same(save(live), save(fresh))
     seed_all(99)
     random.setstate(fresh["s"]["python"])
     np.random.set_state(fresh["s"]["numpy"])
@@ -217,7 +224,13 @@ def test_r35_optimizer_state_is_complete_at_every_point_of_the_loop() -> None:
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_r36_restoring_the_optimizer_leaves_the_scaler_alone(reverse: bool) -> None:
+    """No step is run to make the optimizer's state appear: its hooks, such as one that moves the scale, hear of none,
+    and the gradients stay."""
     training, other = Training(1).run(4), Training(2)
+    other.backward()
+    gradients = [parameter.grad for parameter in other.model.parameters()]
+    before = copy.deepcopy(gradients)
+    other.optimizer.register_step_post_hook(lambda *_: other.scaler.update(1.0))
     order = list(training.state)[:: -1 if reverse else 1]
     state = {name: training.state[name] for name in order}
     fresh = {name: other.state[name] for name in order}
@@ -225,6 +238,11 @@ def test_r36_restoring_the_optimizer_leaves_the_scaler_alone(reverse: bool) -> N
     restore(stored, fresh, rng=True)
     assert_same(save(fresh, rng=True), stored)
     assert other.scaler.state_dict() == training.scaler.state_dict()
+    for parameter, live, value in zip(other.model.parameters(), gradients, before, strict=True):
+        assert parameter.grad is live
+        assert live is not None
+        assert value is not None
+        assert torch.equal(live, value)
 
 
 def test_r37_the_loss_scale_is_part_of_the_state_and_its_absence_reported() -> None:

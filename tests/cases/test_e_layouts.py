@@ -59,13 +59,16 @@ def test_r111_padding_is_not_stored_and_shifts_nothing(
         before |= answer["values"]
     assert len([name for name in before if name.startswith("state/")]) == 3 * (7 + 13)
     ranks.each("close")
-    ranks.open(tmp_run, other, daemon.socket, odd="flat", of={"seed": 9})
-    ranks.each("run", steps=1)
-    ranks.each("restore")
-    after: dict[str, str] = {}
-    for answer in ranks.each("values"):
-        after |= answer["values"]
-    assert after == before
+    for warm in (True, False):  # into an optimizer that has state, and into a fresh one
+        ranks.open(tmp_run, other, daemon.socket, odd="flat", of={"seed": 9})
+        if warm:
+            ranks.each("run", steps=1)
+        ranks.each("restore")
+        after: dict[str, str] = {}
+        for answer in ranks.each("values"):
+            after |= answer["values"]
+        assert after == before
+        ranks.each("close")
 
 
 # Another size

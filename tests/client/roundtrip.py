@@ -142,10 +142,12 @@ def prepare(
     rank: int = 0,
     world: int = 1,
     saved_world: int = 0,
+    identity: str = "",
     selection: Selection = EVERYTHING,
 ) -> Prepared:
     live = State(state, world=world, rng=rng, rank=rank)
-    return live.prepare(Reread(stored, Ranks(rank, world, saved_world or world)), strict=strict, selection=selection)
+    ranks = Ranks(rank, world, saved_world or world, identity)
+    return live.prepare(Reread(stored, ranks), strict=strict, selection=selection)
 
 
 def restore(
@@ -157,9 +159,13 @@ def restore(
     rank: int = 0,
     world: int = 1,
     saved_world: int = 0,
+    identity: str = "",
 ) -> Prepared:
-    """Prepare and apply. ``saved_world``: the ranks that saved, where they were as many as ``world`` if not given."""
-    prepared = prepare(stored, state, strict=strict, rng=rng, rank=rank, world=world, saved_world=saved_world)
+    """Prepare and apply. ``saved_world``: the ranks that saved, where they were as many as ``world`` if not given.
+    ``identity``: the checkpoint's."""
+    prepared = prepare(
+        stored, state, strict=strict, rng=rng, rank=rank, world=world, saved_world=saved_world, identity=identity
+    )
     prepared.apply()
     return prepared
 

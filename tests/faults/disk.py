@@ -97,6 +97,17 @@ class SmallDisk:
             _run("mount", "-o", "remount,rw", self.root)
 
     @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """It is not mounted, and what was its folder is empty."""
+        wait_until(self._unmounted, "nobody to be in the middle of a call", deadline_seconds=30)
+        try:
+            yield
+        finally:
+            for path in self.root.iterdir():  # what was put there meanwhile
+                shutil.rmtree(path)
+            self._mount()
+
+    @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
         """Whoever writes or syncs waits."""
         with _folder(self.root) as descriptor:

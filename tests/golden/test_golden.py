@@ -99,11 +99,17 @@ def records(root: Path) -> Iterator[tuple[str, bytes, Record]]:
             yield key, data, decode(data, kind_of(key, data))
 
 
+FOREIGN = {"tensor", "ndarray", "npscalar", "enum", "codec", "per_rank"}
+FOREIGN |= {"torch.dtype", "torch.device", "torch.Size", "torch.Generator"}
+"""Tags that are not :mod:`ckptd.format.tree`'s own. It has to know all others."""
+
+
 class Foreign:
     """A tagged value of another module, kept as it is."""
 
     def __init__(self, tag: str, members: dict[str, Any]) -> None:
         assert tag == members["$"]
+        assert tag in FOREIGN
         self.members = members
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -104,6 +104,14 @@ def _grad_op(net: Net, **options: Any) -> nn.Module:
     return _fsdp1(net, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, **options)
 
 
+HALF = {
+    "mixed_precision": MixedPrecision(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16
+    )
+}
+"""Computed in bfloat16, running statistics too; kept and reduced in single precision."""
+
+
 KINDS: dict[str, Callable[[Net], nn.Module]] = {
     "single": lambda net: net,
     "ddp": _ddp,
@@ -117,6 +125,10 @@ KINDS: dict[str, Callable[[Net], nn.Module]] = {
     "unsharded": _unsharded,
     "unsharded_flat": lambda net: _unsharded(net, use_orig_params=False),
     "grad_op": _grad_op,
+    "half": lambda net: _fsdp1(net, **HALF),
+    "half_flat": lambda net: _fsdp1(net, use_orig_params=False, **HALF),
+    "half_unsharded": lambda net: _unsharded(net, **HALF),
+    "half_hybrid": lambda net: _hybrid(net, **HALF),
 }
 
 
@@ -127,7 +139,7 @@ class FlatTraining:
         """``warm``: one step is done, so that the optimizer has its state. ``groups``: two of them."""
         self.kind = kind
         torch.manual_seed(seed)
-        self.model = KINDS[kind](Net())
+        self.model = self.make(kind)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         given: list[Any] = trained
         if groups:
@@ -150,6 +162,10 @@ class FlatTraining:
     @property
     def state(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+
+    def make(self, kind: str) -> nn.Module:
+        """A model in that layout."""
+        return KINDS[kind](Net())
 
     def step(self) -> float:
         """One training step."""
@@ -199,17 +215,10 @@ class FlatTraining:
                     yield f"state/{name}/{field}", value
 
     def _gathered_flat(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for path, module in self.model.named_modules():
-            if not isinstance(module, FullyShardedDataParallel) or module._handle is None:
-                continue
-            flat, prefix = module._handle.flat_param, _without_wrappers(path)
-            whole = _whole(module, _shard_of(flat))
-            for name, value in whole.items():
-                yield f"model/{prefix}{name}", value
-            for info in flat._shared_param_infos:
-                prim = f"{info.prim_module_name}.{info.prim_param_name}"
-                yield f"model/{prefix}{info.module_name}.{info.param_name}", whole[prim]
-            if flat.requires_grad:
+        for name, value in gathered_parameters(self.model):
+            yield f"model/{name}", value
+        for prefix, module in _flat_modules(self.model):
+            if module._handle.flat_param.requires_grad:
                 yield from self._gathered_state(module, prefix)
 
     def _gathered_state(self, module: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -235,9 +244,7 @@ class FlatTraining:
 
     def _spoil_padding(self) -> None:
         """What is in no tensor of a flat parameter gets a value that would be seen anywhere else."""
-        for module in self.model.modules():
-            if not isinstance(module, FullyShardedDataParallel) or module._handle is None:
-                continue
+        for _, module in _flat_modules(self.model):
             flat = module._handle.flat_param
             free = torch.ones_like(_shard_of(flat), dtype=torch.bool)
             for info in flat._shard_param_infos:
@@ -247,6 +254,24 @@ class FlatTraining:
             for field, value in self.optimizer.state.get(flat, {}).items():
                 if field != "step":
                     value[free] = PADDING
+
+
+def gathered_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter of a model that FSDP1 wraps, whole, by each of its names."""
+    for prefix, module in _flat_modules(model):
+        flat = module._handle.flat_param
+        whole = _whole(module, _shard_of(flat))
+        for name, value in whole.items():
+            yield f"{prefix}{name}", value
+        for info in flat._shared_param_infos:
+            first = f"{info.prim_module_name}.{info.prim_param_name}"
+            yield f"{prefix}{info.module_name}.{info.param_name}", whole[first]
+
+
+def _flat_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+            yield _without_wrappers(path), module
 
 
 def _without_wrappers(path: str) -> str:
@@ -363,6 +388,13 @@ class ZeroOneTraining:
         return {name: digest(value) for name, value in found.items()}
 
 
-def training(kind: str, **options: Any) -> FlatTraining | ZeroOneTraining:
-    """``zero_one``, or one of the layouts."""
-    return ZeroOneTraining(**options) if kind == "zero_one" else FlatTraining(kind, **options)
+def training(kind: str, *, averaged: str = "", norm: bool = False, **options: Any) -> FlatTraining | ZeroOneTraining:
+    """``zero_one``, or one of the layouts; with more beside it where that is asked for, see
+    :mod:`tests.ranks.averaged`."""
+    if kind == "zero_one":
+        return ZeroOneTraining(**options)
+    if averaged or norm:
+        from tests.ranks.averaged import AveragedTraining
+
+        return AveragedTraining(kind, averaged=averaged, norm=norm, **options)
+    return FlatTraining(kind, **options)

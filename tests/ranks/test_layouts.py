@@ -103,17 +103,27 @@ def test_any_layout_is_restored_into_this_one(
         end(ranks)
 
 
+FURTHER = (1, 4, 7)
+REST = tuple(further for further in range(len(SPREADS)) if further not in FURTHER)
+
+
+@pytest.mark.parametrize("further", [FURTHER, pytest.param(REST, marks=pytest.mark.long)], ids=["some", "rest"])
 @pytest.mark.parametrize("number", range(len(SPREADS)), ids=lambda number: "{}{}".format(*SPREADS[number]))
 def test_any_layout_is_restored_from_memory(
-    others: Ranks, runs: dict[tuple[str, int], Before], daemon: Daemon, tmp_path: Path, number: int
+    others: Ranks,
+    runs: dict[tuple[str, int], Before],
+    daemon: Daemon,
+    tmp_path: Path,
+    number: int,
+    further: tuple[int, ...],
 ) -> None:
     """By ranks in other processes, which only read what those that saved have left with the daemon. Each layout into
-    three others."""
-    for further in (1, 4, 7):
-        spread = SPREADS[(number + further) % len(SPREADS)]
-        saver = SPREADS[number]
-        before = runs[saver]
-        begin(others, tmp_path, daemon.socket, before.url, spread, of={"seed": 9, "lr": 0.9})
+    three others, and in the long run into all, itself too."""
+    saver = SPREADS[number]
+    before = runs[saver]
+    for other in further:
+        spread = SPREADS[(number + other) % len(SPREADS)]
+        begin(others, tmp_path, daemon.socket, before.url, spread, of={"seed": 9, "lr": 0.9, "warm": bool(other % 2)})
         check_restored(others, before, "memory", saver[1])
         end(others)
 
@@ -154,7 +164,8 @@ def test_layouts_through_object_storage(
 def test_random_numbers_go_on_or_are_new(
     ranks: Ranks, runs: dict[tuple[str, int], Before], elsewhere: Daemon, tmp_path: Path
 ) -> None:
-    """On as many ranks as saved, each has its own stream again; on others, streams that no rank had, said so."""
+    """On as many ranks as saved, each has its own stream again; on others, streams that no rank had, said so, and other
+    ones from another checkpoint."""
     before, socket = runs["ddp", 4], elsewhere.socket
     assert len({digests["torch"] for digests in before.generators}) == 4
     streams: dict[int, list[dict[str, str]]] = {}
@@ -174,6 +185,10 @@ def test_random_numbers_go_on_or_are_new(
                 new = [digests[kind] for digests in found]
                 assert len({*old, *new}) == 4 + world
         end(ranks)
+    begin(ranks, tmp_path, socket, runs["ddp", 3].url, ("ddp", 2), of={"seed": 9})
+    ranks.each("restore")
+    for one, other in zip(values_of(ranks)[1], streams[2], strict=True):
+        assert not set(one.items()) & set(other.items())
 
 
 def test_what_all_ranks_drew_from_alike_goes_on_on_any_number(

@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +23,7 @@ from ckptd.storage import Backend
 from ckptd_client import Checkpointer, Keep, Save, supply
 from ckptd_client.restored import Restored
 from tests.client.conftest import Training
+from tests.ranks import clock
 
 if TYPE_CHECKING:
     from tests.ranks.flat import FlatTraining, ZeroOneTraining
@@ -57,6 +60,13 @@ class Worker:
         self.ckpt: Checkpointer | None = None
         self.training: Training | ParallelTraining | Digested = Training(width=16, layers=2)
         self.saves: dict[int, Save] = {}
+        self.put_clock_right: Callable[[], None] = lambda: None
+
+    def follow_clock(self, file: str) -> dict[str, Any]:
+        """Until this rank leaves its group, its clock is wrong by what stands in a file."""
+        self.put_clock_right()
+        self.put_clock_right = clock.follow(Path(file))
+        return {}
 
     def group(self, store: str, rank: int, world: int, timeout_seconds: float = 1800) -> dict[str, Any]:
         """Join a process group."""
@@ -96,6 +106,7 @@ class Worker:
     def ungroup(self) -> dict[str, Any]:
         """Leave it, and everything that was built on it."""
         self.close()
+        self.put_clock_right()
         self.training = Training(width=16, layers=2)
         self.saves = {}
         if dist.is_initialized():
@@ -119,12 +130,14 @@ class Worker:
         layers: int = 2,
         seed: int | None = None,
         idle_seconds: float = IDLE_SECONDS,
+        beside: str = "",
         **options: Any,
     ) -> dict[str, Any]:
         """A new training and checkpointer of this rank. ``kind``: see :mod:`tests.ranks.models`; ``layout``: see
         :mod:`tests.ranks.layouts`; ``flat``: see :mod:`tests.ranks.flat`; ``odd``: see :mod:`tests.ranks.odd`;
         ``of``: what these are told; with a ``seed`` all ranks train the very same. ``node``: what its machine is
-        called. ``idle_seconds``: how long a restore waits for saves in flight."""
+        called. ``idle_seconds``: how long a restore waits for saves in flight. ``beside``: what stands in the state and
+        cannot be saved, an ``object`` or a ``name``."""
         os.environ["CKPTD_NODE"] = node
         supply.IDLE_SECONDS = idle_seconds
         if kind:
@@ -148,9 +161,10 @@ class Worker:
         self.saves = {}
         options.setdefault("keep", 50)
         options["keep"] = Keep(last=options["keep"])
-        self.ckpt = Checkpointer(
-            url, self.training.state, rank=rank, world=world, launch=launch, socket=socket, **options
-        )
+        state = self.training.state
+        if beside:
+            state = {**state, **{"object": {"foreign": object()}, "name": {"": 1}}[beside]}
+        self.ckpt = Checkpointer(url, state, rank=rank, world=world, launch=launch, socket=socket, **options)
         return {}
 
     def restore(self, **options: Any) -> dict[str, Any]:

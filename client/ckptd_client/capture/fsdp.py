@@ -80,6 +80,26 @@ def flat_parameter(module: nn.Module) -> FlatParameter | None:
     )
 
 
+def buffer_dtypes(module: nn.Module) -> dict[int, tuple[torch.dtype, torch.dtype]]:
+    """By the id of a buffer that FSDP turns to a lower precision in its first forward: the dtype that it had before,
+    and the one that it has from then on."""
+    found: dict[int, tuple[torch.dtype, torch.dtype]] = {}
+    for wrapper in filter(is_fsdp, module.modules()):  # the inner ones last, as theirs counts
+        _add_buffer_dtypes(wrapper, found)
+    return found
+
+
+def _add_buffer_dtypes(wrapper: Any, found: dict[int, tuple[torch.dtype, torch.dtype]]) -> None:
+    from torch.distributed.fsdp._common_utils import clean_tensor_name
+
+    lower = wrapper.mixed_precision.buffer_dtype
+    for own_name, buffer in wrapper.named_buffers():
+        name = clean_tensor_name(own_name)
+        found.pop(id(buffer), None)
+        if lower is not None and buffer.is_floating_point() and name not in wrapper._ignored_buffer_names:
+            found[id(buffer)] = (wrapper._buffer_name_to_orig_dtype.get(name, buffer.dtype), lower)
+
+
 def _same_shard(module: Any) -> tuple[int, ...]:
     """Hybrid sharding repeats each shard on every node; without any, each rank of the group holds everything."""
     from torch.distributed.fsdp import ShardingStrategy

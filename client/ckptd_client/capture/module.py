@@ -22,7 +22,7 @@ from ckptd.format.names import join, segment
 from ckptd.format.tree import Path
 from ckptd_client.capture.codecs import SavedTensor
 from ckptd_client.capture.flat import FlatSlice
-from ckptd_client.capture.fsdp import FlatParameter, flat_parameter, is_fsdp
+from ckptd_client.capture.fsdp import FlatParameter, buffer_dtypes, flat_parameter, is_fsdp
 from ckptd_client.capture.holdings import Known
 from ckptd_client.capture.replication import replicated
 from ckptd_client.capture.template import Template
@@ -165,13 +165,14 @@ class ModuleSource(Source):
         live = dict(zip(self._names, self.tensors, strict=True))
         extras = dict(self._extras)
         slots = {name: slot for name, slot in _named(self.module, "", self._pieces) if not isinstance(slot, nn.Module)}
+        dtypes = buffer_dtypes(self.module)
         for name in restoring.common([*live, *extras], found, self._path):
             value, full = found[name], join((*self._path, segment(name)))
             if name in extras:
                 restoring.load(full, value, extras[name].get_extra_state, extras[name].set_extra_state)
             elif isinstance(value, SavedTensor):
                 owner, key = slots[name]
-                if not restoring.copy(full, value):
+                if not restoring.copy(full, value, dtypes.get(id(live[name]), ())):
                     restoring.make(full, value, functools.partial(owner.__setitem__, key), live[name].device)
             else:
                 restoring.mismatch(full, "a tensor here, and the checkpoint has none")

@@ -112,14 +112,17 @@ class Restoring:
             self.mismatch(name, reason)
         return reason is None
 
-    def fits(self, name: str, saved: SavedTensor) -> bool:
-        """Whether the saved tensor can be copied into the live one of this name; notes why not."""
+    def fits(self, name: str, saved: SavedTensor, dtypes: Sequence[torch.dtype] = ()) -> bool:
+        """Whether the saved tensor can be copied into the live one of this name; notes why not. ``dtypes``: those that
+        the live one has by turns."""
         if not self.can_be_had(name, saved):
             return False
         entry, part = self.contents.entry(saved), self.parts[name]
         dtype = dtype_name(part.local.dtype)
         if entry.shape != part.shape:
             self.mismatch(name, f"shape {entry.shape} in the checkpoint, {part.shape} here")
+        elif entry.dtype in map(dtype_name, dtypes):
+            return True
         elif entry.dtype != dtype and not self.cast.takes(name):
             self.mismatch(name, f"dtype {entry.dtype} in the checkpoint, {dtype} here")
         else:
@@ -130,10 +133,11 @@ class Restoring:
 
     # Plans
 
-    def copy(self, name: str, saved: SavedTensor) -> bool:
+    def copy(self, name: str, saved: SavedTensor, dtypes: Sequence[torch.dtype] = ()) -> bool:
         """Plan to copy what this rank holds of the live tensor of this name, in place. False where that cannot be, as
-        elements of the live one share memory: the caller is to put a tensor of its own there."""
-        if not self.fits(name, saved):
+        elements of the live one share memory: the caller is to put a tensor of its own there. ``dtypes``: those that
+        the live one has by turns."""
+        if not self.fits(name, saved, dtypes):
             return True
         self.loaded.append(name)
         pieces = self.parts[name].each()
