@@ -34,9 +34,9 @@ EPILOG = (
 )
 
 
-def size(text: str) -> int:
+def size(text: str | int) -> int:
     """Bytes, from a number with or without a unit such as ``1.5GB``."""
-    number, unit = text.lower().strip(), 1
+    number, unit = str(text).lower().strip(), 1
     for name, factor in UNITS.items():
         if number.endswith(name):
             number, unit = number.removesuffix(name), factor

@@ -20,10 +20,12 @@ import typer
 
 from bench.__main__ import size
 from bench.disk import read_direct, write_direct
-from bench.probes import Cpu, Memory, forget_files
+from bench.probes import Cpu, Memory, forget_files, sync_files
 from bench.state import Replica, TrainingState
-from bench.subject import Handle, files_of
+from bench.subject import Handle, Subject, files_of
 from bench.subjects.ckptd import Eager, Overlapped
+from bench.subjects.safetensors_file import Safetensors
+from bench.subjects.torch_save import TorchSave
 
 LINES_SHOWN = 40
 WARM_UPS = 2
@@ -121,28 +123,49 @@ class Profile:
         probe = self._folder / "probe"
         if place == "disk":
             write_direct(probe, self._replica.memory)
-        files = [*files_of(subject.stored(self._number)), *files_of(probe)]
-        ours: list[Cost] = []
+        # ckptd last: after a restore its arena is made.
+        everybody: dict[str, Subject] = {**(self._peers() if place == "disk" else {}), "ckptd": subject}
         bare: list[Cost] = []
-        for last in [False] * self._tries + [True] * (self._look == place):
+        costs: dict[str, list[Cost]] = {name: [] for name in everybody}
+        for _ in range(self._tries):
             subject.restart(keep_memory=place == "memory")
-            self._state.wipe()
-            if place == "disk":
-                forget_files(files)
-            cost = _cost(lambda: _shown(self._restore(subject)) if last else self._restore(subject)())  # noqa: B023
-            if (differing := self._replica.differing()) is not None:
-                raise ValueError(f"{differing} reads back differently from what was saved")
-            if place == "memory":
-                bare.append(_cost(self._replica.take))
-            else:
-                forget_files(files)
-                bare.append(_cost(lambda: read_direct(probe, self._replica.memory)))
-            if not last:
-                ours.append(cost)
-        _show(f"restore, {place}", _least(ours), _least(bare))
+            bare.append(self._bare(place, probe))
+            for name, one in everybody.items():
+                costs[name].append(_cost(self._restore(one, place)))
+                self._compare(name)
+        for name, found in costs.items():
+            _show(f"restore, {place}, {name}", _least(found), _least(bare))
+        if self._look == place:
+            subject.restart(keep_memory=place == "memory")
+            _shown(self._restore(subject, place))
 
-    def _restore(self, subject: Overlapped) -> Callable[[], None]:
+    def _bare(self, place: str, probe: Path) -> Cost:
+        if place == "memory":
+            return _cost(self._replica.take)
+        forget_files([probe])
+        return _cost(lambda: read_direct(probe, self._replica.memory))
+
+    def _peers(self) -> dict[str, Subject]:
+        """With the same state saved."""
+        peers: dict[str, Subject] = {}
+        for name, kind in {"safetensors": Safetensors, "torch.load": TorchSave}.items():
+            folder = self._folder / name
+            folder.mkdir()
+            peers[name] = kind(self._state, folder)
+            peers[name].save(self._number)
+            sync_files(files_of(peers[name].stored(self._number)))
+        return peers
+
+    def _restore(self, subject: Subject, place: str) -> Callable[[], None]:
+        """Of a state that is not there any more, from files that are in no cache."""
+        self._state.wipe()
+        if place == "disk":
+            forget_files(files_of(subject.stored(self._number)))
         return lambda: subject.restore(self._number)
+
+    def _compare(self, name: str) -> None:
+        if (differing := self._replica.differing()) is not None:
+            raise ValueError(f"{name}: {differing} reads back differently from what was saved")
 
 
 def _cost(call: Callable[[], object]) -> Cost:

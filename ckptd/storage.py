@@ -10,6 +10,7 @@ backend. The conformance suite, ``ckptd_backends.testing``, states every promise
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -246,6 +247,15 @@ def open_backend(url: str, options: StorageOptions | None = None, *, state_dir: 
             hint=f"pip install 'ckptd[{point.name}]'",
         ) from error
     return factory(url, options or {}, state_dir=state_dir)
+
+
+def preload(scheme: str = "file") -> None:
+    """Look for the installed backends, and import the one for a scheme where there is one: some tens of milliseconds,
+    which the first to open one would else have to wait."""
+    for group, name in (("ckptd.backends", scheme), ("ckptd.wrappers", "standard")):
+        with contextlib.suppress(ImportError):  # said to whoever wants it
+            if (point := _installed(group).get(name)) is not None:
+                point.load()
 
 
 @dataclass(frozen=True, slots=True)

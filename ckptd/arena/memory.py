@@ -145,12 +145,20 @@ class Arena:
     def populate(self) -> None:
         """Fill this process's page table, so that the first copy does not fault. Blocking, without the GIL; a kernel
         that cannot is left to fault, and so is a mapping that is read-only."""
+        self._populate(0, self.shape.size_bytes)
+
+    def populate_slot(self, number: int, start: int, stop: int) -> None:
+        """The same for the bytes ``[start, stop)`` of a slot."""
+        first = self.shape.first_slot + number * self.shape.slot_bytes
+        self._populate(first + start - start % PAGE_BYTES, first + stop)
+
+    def _populate(self, begin: int, stop: int) -> None:
         if self._writable:
             # Not mmap.madvise, which holds the GIL. Piece by piece, as whoever starts a thread or gets memory waits
             # meanwhile. By reading, which maps many pages at a fault: pages that have memory, so for writing too.
             address = ctypes.addressof(ctypes.c_char.from_buffer(self._mmap))
-            for start in range(0, self.shape.size_bytes, _POPULATE_BYTES):
-                size = min(_POPULATE_BYTES, self.shape.size_bytes - start)
+            for start in range(begin, stop, _POPULATE_BYTES):
+                size = min(_POPULATE_BYTES, stop - start)
                 _libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(size), _MADV_POPULATE_READ)
 
     def hide_from_children(self) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+import msgspec
+
 from ckptd.checkpoint.regions import Region, Slab, clipped, holds_exactly, joined, piece_region, slabs
 from ckptd.checkpoint.shard_map import WINDOW_BYTES
 from ckptd.errors import CoverageError, UsageError
@@ -28,8 +30,7 @@ TARGET_ALIGNMENT_BYTES = 16
 """In staging memory: the largest item of any dtype."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Want:
+class Want(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A part of a tensor that is to lie in staging memory, dense and row-major box by box."""
 
     name: str

@@ -7,9 +7,10 @@ at regular distances in both memories are one :class:`Slab`, whatever their numb
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import NamedTuple
+
+import msgspec
 
 from ckptd.format.cover import span_boxes
 from ckptd.format.dtypes import element_count
@@ -63,8 +64,7 @@ class Slab(NamedTuple):
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(msgspec.Struct, frozen=True, gc=False):
     """A part of a tensor as it lies in memory or in a shard: boxes one behind the other, each in row-major order."""
 
     boxes: tuple[Box, ...]

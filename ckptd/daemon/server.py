@@ -23,6 +23,7 @@ from ckptd.daemon.settings import Settings
 from ckptd.daemon.web import Web
 from ckptd.errors import AccessDenied, CkptdError, DeadlineExceeded, ResourceError, first_line
 from ckptd.limits import CLIENTS_MAX
+from ckptd.storage import preload
 from ckptd.wire.channel import Peer, peer_of, prepare_folder
 from ckptd.wire.messages import Incoming, Request
 
@@ -220,6 +221,7 @@ def _listening(settings: Settings) -> Generator[socket.socket]:
 def run(settings: Settings) -> int:
     """:func:`serve` in an event loop of its own, with logging set up. Returns the exit code."""
     _log_to(settings.log_file)
+    preload()
     # What was imported stays, and need not be looked through for garbage ever again. A proof makes hundreds of
     # thousands of objects, and no garbage that is not freed without looking.
     gc.freeze()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ckptd.checkpoint.concurrency import each, in_thread
 from ckptd.daemon.fill import Fill
-from ckptd.format.digests import digest
+from ckptd.format.digests import DIGEST_BYTES, digest_blocks
 from ckptd.limits import MIB
 
 DIGESTED_AT_ONCE_BYTES = 32 * MIB
@@ -47,7 +47,7 @@ class SlotSource:
     def __init__(self, fill: Fill, blocks: Blocks, threads: Executor) -> None:
         self._fill = fill
         self._starts, self._stops, self._shard_blocks = blocks
-        self._digests: list[bytes] = [b""] * len(self._stops)
+        self._digests = bytearray(DIGEST_BYTES * len(self._stops))
         self._claimed = bytearray(len(self._stops))
         self._digesting: set[asyncio.Future[None]] = set()
         self._threads = threads
@@ -108,11 +108,11 @@ class SlotSource:
 
     async def _digest(self, first: int, stop: int) -> None:
         """Digest what is unclaimed of these blocks, and wait for all digests that are being taken."""
-        todo = [number for number in range(first, stop) if not self._claimed[number]]
-        if todo:
-            for number in todo:
-                self._claimed[number] = 1
-            task = asyncio.get_running_loop().run_in_executor(self._threads, self._digest_blocks, todo)
+        while (begin := self._claimed.find(0, first, stop)) >= 0:
+            claimed = self._claimed.find(1, begin, stop)
+            end = claimed if claimed >= 0 else stop
+            self._claimed[begin:end] = b"\1" * (end - begin)
+            task = asyncio.get_running_loop().run_in_executor(self._threads, self._digest_blocks, begin, end)
             self._digesting.add(task)
             task.add_done_callback(self._digesting.discard)
         if self._digesting:
@@ -121,9 +121,9 @@ class SlotSource:
             for task in done:
                 task.result()
 
-    def _digest_blocks(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            self._digests[number] = digest(self._held[self._starts[number] : self._stops[number]])
+    def _digest_blocks(self, first: int, stop: int) -> None:
+        found = digest_blocks(self._held, zip(self._starts[first:stop], self._stops[first:stop], strict=True))
+        self._digests[first * DIGEST_BYTES : stop * DIGEST_BYTES] = found
 
     @property
     def unhealthy(self) -> str:
@@ -133,12 +133,12 @@ class SlotSource:
     @property
     def blocks(self) -> bytes:
         """The packed digests of the shard's blocks; complete once :meth:`complete` has returned."""
-        return b"".join(self._digests[: self._shard_blocks])
+        return bytes(self._digests[: self._shard_blocks * DIGEST_BYTES])
 
     @property
     def resident_blocks(self) -> bytes:
         """Those of the resident pieces, likewise."""
-        return b"".join(self._digests[self._shard_blocks :])
+        return bytes(self._digests[self._shard_blocks * DIGEST_BYTES :])
 
     async def release(self) -> None:
         """Let go of the slot's memory. Idempotent."""

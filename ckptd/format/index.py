@@ -13,8 +13,7 @@ from ckptd.format.records import Grid, Index, IndexEntry, IndexPiece, RankLists,
 from ckptd.limits import INDEX_INLINE_BYTES_MAX, INDEX_PART_BYTES_TARGET
 
 
-@dataclass(frozen=True, slots=True)
-class Indexed:
+class Indexed(msgspec.Struct, frozen=True, gc=False):
     """A tensor that is one value for the whole world: its pieces, or its grid."""
 
     name: str

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from ckptd.errors import CoverageError
 from ckptd.format import index
 from ckptd.format.common_tree import Merge
 from ckptd.format.cover import check_layout, residents_in_slot_order
+from ckptd.format.derived import Derived, DerivedKept
 from ckptd.format.digests import DIGEST_BYTES, hex_digest
 from ckptd.format.fingerprints import Fingerprint, fingerprints
 from ckptd.format.gather import Gathered
@@ -34,10 +37,11 @@ from ckptd.format.records import (
     decode_layout,
     encode,
 )
-from ckptd.format.references import header_bytes, holder_of, referenced_bytes, stretches
+from ckptd.format.references import MISFIT, header_bytes, holder_of, referenced_bytes, stretches
 from ckptd.format.shard import block_count
 from ckptd.limits import RECEIPTS_INLINE_MAX
 
+_derived = DerivedKept()
 _AGREED = ("run", "step", "generation", "world", "launch", "parent", "check_replicas")
 """What snapshots of one checkpoint have in common."""
 
@@ -90,6 +94,8 @@ class Proof:
         self._parts: set[str] = set()
         self._pinned = False
         self._format = 1
+        self._derived: Derived | None = None
+        self._to_derive: tuple[msgspec.Raw, Layout, list[Piece], int] | None = None
 
     def add(self, data: bytes) -> None:
         """The receipt of the next rank. Raises as :func:`prove`."""
@@ -97,13 +103,8 @@ class Proof:
         receipt = decode(data, Receipt)
         snapshot = decode(receipt.snapshot, Snapshot)
         self._check_belongs(rank, snapshot)
-        layout, pieces = _checked_layout(receipt.shard, snapshot)
-        own = {piece.at for entry in layout.tensors if entry.per_rank for piece in entry.pieces}
-        residents = _residents(layout, receipt.shard) if snapshot.check_replicas else None
-        wanted = own if residents is None else None
-        self._gathered.add(rank, layout, _prints(layout, pieces, receipt.shard, wanted), residents)
-        if not self._early:
-            self._merge.add(snapshot.tree, layout.aliases)
+        if not self._add_derived(receipt.shard, snapshot):
+            self._add_layout(rank, receipt.shard, snapshot)
         self._bytes += receipt.shard.bytes
         self._referenced_bytes += referenced_bytes(receipt.shard)
         self._references.update(holder_of(reference.key) for reference in receipt.shard.references)
@@ -112,6 +113,38 @@ class Proof:
         self._format = max(self._format, receipt.format)
         key = receipt_key(snapshot.version, rank, snapshot.world)
         self._refs.append(ReceiptRef(bytes=len(data), digest=hex_digest(data), key=key, rank=rank))
+
+    def _add_layout(self, rank: int, shard: ShardProof, snapshot: Snapshot) -> None:
+        layout, pieces = _checked_layout(shard, snapshot)
+        own = {piece.at for entry in layout.tensors if entry.per_rank for piece in entry.pieces}
+        residents = _residents(layout, shard) if snapshot.check_replicas else None
+        wanted = own if residents is None else None
+        self._gathered.add(rank, layout, _prints(layout, pieces, shard, wanted), residents)
+        if not self._early:
+            self._merge.add(snapshot.tree, layout.aliases)
+        if self._is_plain(shard, snapshot):
+            self._to_derive = snapshot.layout, layout, pieces, shard.block_bytes
+
+    def _is_plain(self, shard: ShardProof, snapshot: Snapshot) -> bool:
+        """Whether the layout alone says where everything lies, and nobody else has a part in it."""
+        return self._count == 1 and not (self._early or snapshot.check_replicas or shard.references)
+
+    def _add_derived(self, shard: ShardProof, snapshot: Snapshot) -> bool:
+        """Whether what follows from the layout is known already; then its receipt is checked against that."""
+        if not self._is_plain(shard, snapshot):
+            return False
+        known = self._derived = _derived.get(snapshot.layout, shard.block_bytes)
+        if known is None:
+            return False
+        try:
+            if shard.bytes != known.shard_bytes:
+                raise CoverageError(MISFIT)
+            _check_digests(shard, block_count(known.header_bytes, shard.block_bytes) + known.piece_blocks, 0)
+            _check_place(shard, snapshot)
+        except CoverageError as error:
+            raise CoverageError(f"rank {snapshot.rank}: {error}") from None
+        self._merge.add(snapshot.tree, known.aliases)
+        return True
 
     def questions(self) -> list[int]:
         """The ranks whose receipts are to be looked at again; none in the end."""
@@ -131,7 +164,7 @@ class Proof:
         if first is None or len(self._refs) != self._count:
             raise CoverageError(f"{len(self._refs)} of {self._count} receipts")
         version, objects = first.version, dict[str, bytes]()
-        split = index.split(self._gathered.indexed())
+        split = self._split_index()
         index_parts: list[IndexRef] = []
         for number, (data, first_name, last_name) in enumerate(split.parts):
             ref = _put(objects, index_key(version, number), data)
@@ -160,6 +193,17 @@ class Proof:
             world=first.world,
         )
         return Commit(manifest, objects, self._pinned)
+
+    def _split_index(self) -> index.SplitIndex:
+        if self._derived is not None:
+            return self._derived.index
+        found = index.split(self._gathered.indexed())
+        if self._to_derive is not None:
+            raw, layout, pieces, block_bytes = self._to_derive
+            counted = sum([block_count(piece.bytes, block_bytes) for piece in pieces])
+            made = Derived(layout.aliases, layout.shard_bytes, layout.header_bytes, counted, found)
+            _derived.keep(raw, block_bytes, made)
+        return found
 
     def _check_belongs(self, rank: int, snapshot: Snapshot) -> None:
         first = self._first
@@ -215,8 +259,7 @@ def _checked_layout(shard: ShardProof, snapshot: Snapshot) -> tuple[Layout, list
     try:
         pieces = check_layout(layout)
         check_proof_fits(shard, layout, pieces, check_replicas=snapshot.check_replicas)
-        if shard.key != shard_key(snapshot.version, snapshot.rank, snapshot.world, shard.attempt):
-            raise CoverageError(f"the receipt's shard lies at {shard.key[:200]}, which is not its place")
+        _check_place(shard, snapshot)
     except CoverageError as error:
         raise CoverageError(f"rank {snapshot.rank}: {error}") from None
     return layout, pieces
@@ -229,8 +272,18 @@ def check_proof_fits(shard: ShardProof, layout: Layout, pieces: Sequence[Piece],
     blocks = block_count(header_bytes(layout, shard), cut) + sum([-(-piece.bytes // cut) for piece in pieces])
     residents = residents_in_slot_order(layout) if check_replicas else []
     resident_blocks = sum(block_count(piece.bytes, cut) for piece in residents)
+    _check_digests(shard, blocks, resident_blocks)
+
+
+def _check_place(shard: ShardProof, snapshot: Snapshot) -> None:
+    if shard.key != shard_key(snapshot.version, snapshot.rank, snapshot.world, shard.attempt):
+        raise CoverageError(f"the receipt's shard lies at {shard.key[:200]}, which is not its place")
+
+
+def _check_digests(shard: ShardProof, blocks: int, resident_blocks: int) -> None:
+    """Unless there are as many as there must be, and add up."""
     promised = len(shard.blocks), len(shard.resident_blocks)
     if promised != (blocks * DIGEST_BYTES, resident_blocks * DIGEST_BYTES):
-        raise CoverageError("the receipt's size or digests do not fit its layout")
+        raise CoverageError(MISFIT)
     if hex_digest(shard.blocks) != shard.digest:
         raise CoverageError("the receipt's digests do not add up")

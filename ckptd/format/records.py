@@ -456,6 +456,9 @@ def decode(data: bytes | memoryview, kind: type[AnyRecord]) -> AnyRecord:
     Raises :class:`UnsupportedFormat` for a later format version, :class:`FormatError` for everything else that is not
     such a record, whatever the bytes.
     """
+    found = _as_written(data, kind)
+    if found is not None:
+        return found
     try:
         head = msgspec.json.decode(data, type=_Head)
         if head.format > (newest := newest_format(head.kind)):
@@ -471,6 +474,16 @@ def decode(data: bytes | memoryview, kind: type[AnyRecord]) -> AnyRecord:
         raise FormatError(f"not a record of the format: {error}") from None
     refuse_duplicates(data, encode(record))
     return record
+
+
+def _as_written(data: bytes | memoryview, kind: type[AnyRecord]) -> AnyRecord | None:
+    """The record, where ``data`` is just what :func:`encode` makes of it, as nearly always: then it is of that kind and
+    version, and has no member twice. A receipt has many MB, and is looked through once."""
+    try:
+        record = msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError):
+        return None
+    return record if encode(record) == bytes(data) else None
 
 
 def decode_layout(raw: msgspec.Raw) -> Layout:

@@ -15,6 +15,8 @@ from ckptd.format.keys import CHECKPOINTS, Version, parse_version
 from ckptd.format.records import Layout, Piece, ShardProof
 from ckptd.limits import PAGE_BYTES
 
+MISFIT = "the receipt's size or digests do not fit its layout"
+
 
 class Stretch(NamedTuple):
     """Bytes ``[start, stop)`` of the slot that lie together in one object."""
@@ -50,7 +52,7 @@ def stretches(layout: Layout, pieces: Sequence[Piece], shard: ShardProof) -> lis
     header = header_bytes(layout, shard)
     if not shard.references:
         if header != layout.header_bytes:
-            raise CoverageError("the receipt's size or digests do not fit its layout")
+            raise CoverageError(MISFIT)
         return [Stretch(0, layout.shard_bytes, shard.key, 0)]
     if not 0 < header <= layout.header_bytes or header % PAGE_BYTES:
         raise CoverageError(f"a shard of {shard.bytes} bytes cannot hold what its references leave")

@@ -20,8 +20,7 @@ from ckptd.format.records import Shape, Size
 from ckptd.limits import BLOCK_BYTES_MAX, HEADER_BYTES_MAX, NAME_BYTES_MAX, PAGE_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPiece:
+class StoredPiece(msgspec.Struct, frozen=True, gc=False):
     """A piece as it is to lie in a shard."""
 
     name: str

@@ -175,7 +175,7 @@ class Checkpointer:
         self._pid = os.getpid()
         leaving.opened(self)
         if not any(offer.writable for offer in self._supply.held()):
-            self._supply.grow(self._snapshots.slot_bytes_expected())
+            self._supply.grow_later(self._snapshots.slot_bytes_expected())
 
     def _agree(self, topology: Topology) -> None:
         """What the ranks have to know of each other: how they talk, what their start is called, which tiers they see
@@ -269,8 +269,8 @@ class Checkpointer:
                 selection=Selection(include, exclude),
                 cast=EVERYTHING if cast is True else Selection(cast or ()),
             )
-            restorer = Restorer(self._state, self._agreement, self._roots, self._supply, self._scratch, wish)
-            with self._link.pulse.phase(Phase.RESTORE), collecting_later():
+            restorer = Restorer(self._state, self._agreement, self._roots, self._supply, self._life_ahead, wish)
+            with self._link.pulse.phase(Phase.RESTORE), collecting_later(), self._supply.held_back():
                 restored = restorer.restore()
         self._open_life(restored.version, fresh=fresh)
         assert self._life is not None
@@ -278,13 +278,15 @@ class Checkpointer:
         self._supply.settle(self._snapshots.slot_bytes_expected())
         return restored
 
-    def _scratch(self, size_bytes: int) -> memoryview | None:
-        ring = self._supply.current()
-        return None if ring is None else ring.scratch(size_bytes)
+    def _opening(self, opened_from: Version | None, *, fresh: bool = False) -> Opening:
+        return Opening(self._launch, self._world, opened_from, fresh, self._takeover)
+
+    def _life_ahead(self, opened_from: Version) -> contextlib.AbstractContextManager[None]:
+        return self._claim.ahead(self._opening(opened_from)) if self._rank == 0 else contextlib.nullcontext()
 
     def _open_life(self, opened_from: Version | None, *, fresh: bool) -> Life:
         if self._life is None:
-            opening = Opening(self._launch, self._world, opened_from, fresh, self._takeover)
+            opening = self._opening(opened_from, fresh=fresh)
             self._life = open_life(self._agreement, self._roots, self._claim, opening)
             self._link.pulse.opened(self._life.generation)
         return self._life

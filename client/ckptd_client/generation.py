@@ -8,7 +8,8 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,8 @@ class WriterClaim:
 
     def __init__(self, roots: Sequence[Root]) -> None:
         self._roots = roots
+        self._opening: Opening | None = None
+        self._opened: Future[GenerationRecord] = Future()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._released: asyncio.Event | None = None
@@ -70,12 +73,32 @@ class WriterClaim:
         Raises :class:`ckptd.errors.RunInUse` while another writer lives, and :class:`UsageError` for a start from
         nothing where the run has checkpoints, unless that was asked for.
         """
-        opened: Future[GenerationRecord] = Future()
+        self._begin(opening)
+        try:
+            return self._opened.result()
+        except BaseException:
+            self._opening = None
+            raise
+
+    @contextlib.contextmanager
+    def ahead(self, opening: Opening) -> Generator[None]:
+        """Begin to open while something else is done, after which :meth:`open` waits for it. Where that fails, the
+        claim is given up, and the generation stays empty."""
+        self._begin(opening)
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, opening: Opening) -> None:
+        if opening == self._opening:
+            return
+        self._opening, self._opened = opening, Future()
         self._thread = threading.Thread(
-            target=asyncio.run, args=(self._hold(opening, opened),), name="ckptd-claim", daemon=True
+            target=asyncio.run, args=(self._hold(opening, self._opened),), name="ckptd-claim", daemon=True
         )
         self._thread.start()
-        return opened.result()
 
     async def _hold(self, opening: Opening, opened: Future[GenerationRecord]) -> None:
         self._loop, self._released = asyncio.get_running_loop(), asyncio.Event()
@@ -141,6 +164,9 @@ class WriterClaim:
 
     def close(self) -> None:
         """Give the claim up; it expires by itself where the store does not answer."""
+        if self._opening is not None:
+            futures.wait([self._opened], timeout=RENEW_SECONDS)
+            self._opening = None
         if self._thread is not None and self._loop is not None and self._released is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._released.set)

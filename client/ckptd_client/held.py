@@ -12,14 +12,14 @@ import torch
 from ckptd.arena import Arena
 from ckptd.checkpoint.plan import Want
 from ckptd.checkpoint.regions import Region, holds_exactly, piece_of_rank, piece_region, slabs
-from ckptd.checkpoint.unchanged import described
 from ckptd.errors import CkptdError, CoverageError, IntegrityError
 from ckptd.format.common_tree import Merge
 from ckptd.format.cover import check_layout
-from ckptd.format.digests import digest_blocks, first_difference
+from ckptd.format.digests import DIGEST_BYTES, digest_blocks, first_difference
 from ckptd.format.keys import receipt_key
 from ckptd.format.records import IndexPiece, Layout, Receipt, Snapshot, TensorEntry, decode, decode_layout
-from ckptd.format.shard import cut_in_blocks
+from ckptd.format.references import header_bytes
+from ckptd.format.shard import block_count, cut_in_blocks
 from ckptd.format.tree import decode_json
 from ckptd.limits import BLOCK_BYTES_MAX, RECEIPT_BYTES_MAX
 from ckptd.wire.messages import SnapshotOffer
@@ -47,6 +47,10 @@ class MemoryOffers(Protocol):
 
     def await_idle(self) -> None:
         """Wait, bounded, until no save of this run is in flight any more on this node."""
+        ...
+
+    def scratch(self, size_bytes: int) -> memoryview | None:
+        """Memory of so many bytes that is there already, where there is enough."""
         ...
 
 
@@ -83,10 +87,15 @@ class HeldSnapshot:
         sizes = [piece.bytes for piece in pieces]
         bounds = list(cut_in_blocks(self.layout.header_bytes, sizes, proof.block_bytes))
         batches = [bounds[start : start + BLOCKS_AT_ONCE] for start in range(0, len(bounds), BLOCKS_AT_ONCE)]
-        blocks = b"".join(shared_out(lambda batch: digest_blocks(self.memory, batch), batches))
-        bad = first_difference(blocks, described(promised).digests)
+        blocks = b"".join(shared_out(self._digest, batches))
+        header_blocks = block_count(header_bytes(self.layout, proof), proof.block_bytes)
+        bad = first_difference(blocks, proof.blocks[header_blocks * DIGEST_BYTES :])
         if bad is not None:
             raise IntegrityError(f"block {bad} of rank {self.snapshot.rank}'s snapshot in memory has changed")
+
+    def _digest(self, bounds: Sequence[tuple[int, int]]) -> bytes:
+        self.arena.populate_slot(self.slot, bounds[0][0], bounds[-1][1])
+        return digest_blocks(self.memory, bounds)
 
     def check_still_there(self) -> None:
         """Raise :class:`IntegrityError` where another snapshot has come into the slot."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Generic, TypeVar
@@ -124,15 +125,29 @@ def from_nearest(roots: Sequence[Root], read: Callable[[Root], T]) -> Found[T]:
     raise [*cannot_tell, *damaged, *failures][0]
 
 
-def mark_verified(agreement: Agreement, roots: Sequence[Root], read_from: Root | None, version: Version) -> None:
-    """All ranks have read and verified it; where all read from one tier, retention there counts it as restorable.
-    Called on all ranks; ``read_from`` is ``None`` where it came from memory."""
+def to_be_marked(agreement: Agreement, roots: Sequence[Root], read_from: Root | None) -> Root | None:
+    """All ranks have read and verified a checkpoint; where all read from one tier, retention there is to count it as
+    restorable. Which one this rank is to mark, or ``None``. Called on all ranks; ``read_from`` is ``None`` where it
+    came from memory."""
     number = -1 if read_from is None else list(roots).index(read_from)
     numbers = [number] if len(roots) == 1 else agreement.decide("read-from", number, lambda numbers: numbers)
     if read_from is None or set(numbers) != {number} or (read_from.shared and agreement.rank != 0):
+        return None
+    return read_from
+
+
+@contextlib.contextmanager
+def mark_verified_meanwhile(root: Root | None, version: Version) -> Generator[None]:
+    """Mark a checkpoint in a tier, in a thread that ends before the caller goes on. It has been verified, whatever
+    comes of that."""
+    if root is None:
+        yield
         return
+    with ThreadPoolExecutor(1, thread_name_prefix="ckptd-mark") as thread:
+        marking = thread.submit(run_blocking, _mark(root, version))
+        yield
     with contextlib.suppress(CkptdError):  # a store that is read-only to us restores all the same
-        run_blocking(_mark(read_from, version))
+        marking.result()
 
 
 async def _mark(root: Root, version: Version) -> None:
@@ -140,4 +155,4 @@ async def _mark(root: Root, version: Version) -> None:
         run = await Run.open(backend)
         standing = await run.standing(version)
         if not standing.verified and not standing.suspect:  # what others found wrong with it, a restore does not settle
-            await run.add_mark(version, "verified", by=root.holder, reason="restored by all ranks")
+            await run.add_mark(version, "verified", by=root.holder, reason="read by all ranks for a restore")

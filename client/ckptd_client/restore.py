@@ -8,31 +8,27 @@ report says why. What no store can tell is an error, never "nothing".
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ckptd.checkpoint.reader import CheckpointReader
-from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.selectors import spoken
 from ckptd.errors import CkptdError, IntegrityError, NoCheckpoint, first_line, from_fields, to_fields
 from ckptd.format.keys import Version, parse_version
-from ckptd.format.tree import decode_json
 from ckptd_client.agreement import Agreement
 from ckptd_client.blocking import run_blocking
 from ckptd_client.capture import Prepared, State
-from ckptd_client.capture.nodes import node_at
 from ckptd_client.capture.restore import refuse_unexpected
 from ckptd_client.capture.stored import Stored
 from ckptd_client.committed import CommittedCheckpoint
 from ckptd_client.decision import all_names, in_words, is_newer, judged, listed, offered, usable
-from ckptd_client.gather import Scratch
+from ckptd_client.each_ranks import EachRanks, states_of_each_rank
 from ckptd_client.held import HeldCheckpoint, HeldSnapshot, MemoryOffers
-from ckptd_client.nearest import UNPROVEN, Found, from_nearest, mark_verified
+from ckptd_client.nearest import UNPROVEN, Found, from_nearest, mark_verified_meanwhile, to_be_marked
 from ckptd_client.restored import EMPTY_REPORT, Restored, Source, Wish
 from ckptd_client.roots import Root
 
-_States = Mapping[str, Sequence[Any]] | CkptdError
 _log = logging.getLogger(__name__)
 
 
@@ -62,14 +58,15 @@ class Restorer:
         agreement: Agreement,
         roots: Sequence[Root],
         offers: MemoryOffers,
-        scratch: Scratch,
+        life_ahead: Callable[[Version], AbstractContextManager[None]],
         wish: Wish,
     ) -> None:
+        """``life_ahead``: entered while what it is called with is brought into the live state."""
         self._state = state
         self._agreement = agreement
         self._roots = roots
         self._offers = offers
-        self._scratch = scratch
+        self._life_ahead = life_ahead
         self._wish = wish
         self._run_id = ""
         self._in_memory: list[str] = []
@@ -111,14 +108,14 @@ class Restorer:
 
     def _attempt(self, version: Version, reshaping: Sequence[str]) -> tuple[_Attempt, dict[str, Any]]:
         """What this rank has of a checkpoint, and what the votes of all ranks add up to."""
-        attempt = self._prepare(version, self._states_of_each_rank(version, reshaping))
+        attempt = self._prepare(version, states_of_each_rank(self._agreement, self._roots, version, reshaping))
         outcome = self._agreement.decide("vote", self._vote(attempt), judged)
         if str(version) not in self._in_memory or not any(r["error"] == "NoCheckpoint" for r in outcome["refusals"]):
             return attempt, outcome
         # Some rank needs what other nodes have in memory. All of it is sealed, so it is about to be committed.
         self._offers.await_idle()
         self._agreement.decide("idle", None, lambda _: None)
-        states = self._states_of_each_rank(version, reshaping)
+        states = states_of_each_rank(self._agreement, self._roots, version, reshaping)
         if attempt.prepared is None:
             attempt = self._prepare(version, states)
         return attempt, self._agreement.decide("vote", self._vote(attempt), judged)
@@ -130,9 +127,11 @@ class Restorer:
         assert prepared is not None
         if self._wish.strict:
             refuse_unexpected(outcome["unexpected"])
-        self._apply(prepared)
-        if outcome["everything"] and prepared.ranks.same:
-            mark_verified(self._agreement, self._roots, attempt.read_from, version)
+        proven = outcome["everything"] and prepared.ranks.same
+        marked_at = to_be_marked(self._agreement, self._roots, attempt.read_from) if proven else None
+        # What only waits for disks and servers does so while memory is copied.
+        with self._life_ahead(version), mark_verified_meanwhile(marked_at, version):
+            self._apply(prepared)
         decided = in_words(version, prepared.ranks.saved_world, outcome["sources"])
         decision = "; ".join([decided, *outcome["unused"], *passed_over])
         _log.info("restored %s", decision)
@@ -185,42 +184,9 @@ class Restorer:
     def _where(self) -> str:
         return ", ".join(root.url for root in self._roots)
 
-    # States that another number of ranks takes over
-
-    def _states_of_each_rank(self, version: Version, names: Sequence[str]) -> _States:
-        """By name of an object, the node of each rank that saved it; empty on as many ranks as saved. Read once, by
-        rank 0. The error where that cannot be read."""
-        if not names:
-            return {}
-
-        def read(_: object) -> list[Any]:
-            try:
-                found = from_nearest(self._roots, lambda root: run_blocking(self._read_states(root, version, names)))
-                return [found.value, None]
-            except CkptdError as error:
-                return [None, to_fields(error)]
-
-        states, error = self._agreement.decide("states", None, read)
-        return states if error is None else from_fields(error["error"], error["message"], error["hint"])
-
-    async def _read_states(self, root: Root, version: Version, names: Sequence[str]) -> dict[str, list[Any]]:
-        async with (
-            root.visit() as backend,
-            await CheckpointReader.open(await Run.open(backend), version, holder=root.holder) as reader,
-        ):
-            world = reader.manifest.world
-            if world == self._agreement.world:
-                return {}
-            found: dict[str, list[Any]] = {name: [] for name in names}
-            for rank in range(world):
-                tree = decode_json(bytes((await reader.receipt(rank)).snapshot.tree))
-                for name in names:
-                    found[name].append(node_at(tree, name))
-        return {name: nodes for name, nodes in found.items() if all(node is not None for node in nodes)}
-
     # Preparing
 
-    def _prepare(self, version: Version, each_ranks: _States) -> _Attempt:
+    def _prepare(self, version: Version, each_ranks: EachRanks) -> _Attempt:
         """Everything but touching the live state."""
         unused: list[str] = []
         try:
@@ -254,8 +220,8 @@ class Restorer:
 
     def _from_memory(self, held: Mapping[int, HeldSnapshot], unused: list[str]) -> Prepared | None:
         try:
-            ranks = self._agreement
-            checkpoint = HeldCheckpoint(held, self._roots[0], rank=ranks.rank, world=ranks.world, scratch=self._scratch)
+            ranks, scratch = self._agreement, self._offers.scratch
+            checkpoint = HeldCheckpoint(held, self._roots[0], rank=ranks.rank, world=ranks.world, scratch=scratch)
             return self._fitted(checkpoint)
         except UNPROVEN as error:
             unused.append(first_line(error))
@@ -274,7 +240,7 @@ class Restorer:
                 rank=self._agreement.rank,
                 world=self._agreement.world,
                 memory=memory,
-                scratch=self._scratch,
+                scratch=self._offers.scratch,
                 each_ranks=each_ranks,
             ) as checkpoint:
                 return self._fitted(checkpoint)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ckptd.arena import Arena
@@ -27,6 +29,8 @@ ARENA_SECONDS = 600.0
 """How long the daemon may take to make an arena: page by page, at 1 to 5 GB/s."""
 IDLE_SECONDS = 120.0
 """How long a restore waits for saves that are still in flight."""
+DELAY_SECONDS = 0.5
+"""After the start, before the first arena is made. That takes a processor, which a restore needs."""
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +39,7 @@ class ArenaSupply:
     """The ring of this rank, and the snapshots that a predecessor left.
 
     Arenas are made in a thread, so that neither construction nor a training step waits for memory; the first save
-    does, where it comes too early.
+    does, where it comes too early. None is made while a restore goes on, see :meth:`held_back`.
     """
 
     def __init__(self, link: DaemonLink, *, slots: int) -> None:
@@ -48,6 +52,10 @@ class ArenaSupply:
         self._shown: dict[str, Arena] = {}
         """Of other ranks, to be read."""
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="ckptd-arena")
+        self._may_begin = threading.Lock()
+        self._hurry = threading.Event()
+        """Somebody waits for an arena, or nobody wants one any more."""
+        self._closed = False
         self._ring: Ring | None = None
         self._next: Future[Ring] | None = None
         self._next_bytes = 0
@@ -91,6 +99,7 @@ class ArenaSupply:
     def settle(self, slot_bytes: int) -> None:
         """Choose the arena to write in, once nothing is to be read any more from those that were left: one of these
         where it is large enough, else a new one, made in the background."""
+        self._hurry.set()
         for arena in self._shown.values():
             arena.close()
         self._shown.clear()
@@ -117,6 +126,21 @@ class ArenaSupply:
             self._next_bytes = slot_bytes
             self._next = self._maker.submit(self._make, slot_bytes)
 
+    def grow_later(self, slot_bytes: int) -> None:
+        """The same, after :data:`DELAY_SECONDS`, or as soon as a save needs it."""
+        self._maker.submit(self._hurry.wait, DELAY_SECONDS)
+        self.grow(slot_bytes)
+
+    @contextlib.contextmanager
+    def held_back(self) -> Generator[None]:
+        """No arena begins to be made meanwhile. One that is being made already goes on."""
+        held = self._may_begin.acquire(blocking=False)
+        try:
+            yield
+        finally:
+            if held:
+                self._may_begin.release()
+
     def _discard(self, made: Future[Ring]) -> None:
         if not made.cancelled() and made.exception() is None:
             self._drop(made.result().arena)
@@ -126,6 +150,7 @@ class ArenaSupply:
         where there is not enough memory."""
         if self._ring is None or self._ring.arena.shape.slot_bytes < slot_bytes:
             self.grow(slot_bytes)
+            self._hurry.set()
             self._adopt(wait=True)
         assert self._ring is not None
         return self._ring
@@ -133,6 +158,10 @@ class ArenaSupply:
     def current(self) -> Ring | None:
         """The ring in use."""
         return self._ring
+
+    def scratch(self, size_bytes: int) -> memoryview | None:
+        """Memory of a free slot of the ring in use, where there is enough; see :meth:`Ring.scratch`."""
+        return None if self._ring is None else self._ring.scratch(size_bytes)
 
     def renewed(self) -> Ring | None:
         """The ring in use, or the new one where it has become ready. To be called while nothing is being copied.
@@ -182,6 +211,12 @@ class ArenaSupply:
         arena.close()
 
     def _make(self, slot_bytes: int) -> Ring:
+        with self._may_begin:
+            if self._closed or slot_bytes < self._next_bytes:
+                raise DaemonError("nobody wants this arena any more")
+            return self._make_as_large(slot_bytes)
+
+    def _make_as_large(self, slot_bytes: int) -> Ring:
         try:
             return self._make_with(self._slots, slot_bytes)
         except ResourceError as error:
@@ -209,6 +244,8 @@ class ArenaSupply:
 
     def close(self) -> None:
         """Let go of all arenas; the daemon keeps what it needs."""
+        self._closed = True
+        self._hurry.set()
         self._maker.shutdown(cancel_futures=True)
         for arena in self._shown.values():
             arena.close()

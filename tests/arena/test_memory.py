@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import gc
@@ -374,3 +375,27 @@ def test_any_bytes_raise_only_format_error(data: bytes, size: int) -> None:
 def test_pages_round_up() -> None:
     assert [pages(n) for n in (0, 1, 4096, 4097, 2**33 + 8)] == [0, 4096, 4096, 8192, 2**33 + 4096]
     assert mmap.PAGESIZE % PAGE_BYTES == 0
+
+
+def test_a_part_of_a_slot_is_mapped_before_it_is_read() -> None:
+    shape = ArenaShape(2, 64 * MIB)
+    first = Arena.create(shape)
+    first.allocate()
+    arena = Arena(os.dup(first.fd))
+    try:
+        where = ctypes.addressof(ctypes.c_char.from_buffer(arena.view))
+        assert _resident_kib(where) < 1024
+        arena.populate_slot(1, 100, 32 * MIB)
+        assert 32 * 1024 <= _resident_kib(where) < 48 * 1024
+        assert bytes(arena.slot(1)[:4096]) == bytes(4096)
+    finally:
+        arena.close()
+        first.close()
+
+
+def _resident_kib(address: int) -> int:
+    """Of the mapping that begins there."""
+    begins = f"{address:x}-"
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    next(line for line in lines if line.startswith(begins))
+    return int(next(line for line in lines if line.startswith("Rss:")).split()[1])

@@ -5,12 +5,13 @@ Plans are carried out here by hand, in memory, against tensors whose every eleme
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ckptd.checkpoint.plan import (
     GAP_BYTES_MAX,

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.errors import CkptdError, CoverageError, FormatError
-from ckptd.format import index
+from ckptd.format import index, proof
+from ckptd.format.derived import DerivedKept
 from ckptd.format.digests import hex_digest
 from ckptd.format.keys import Version
 from ckptd.format.proof import Commit, prove
@@ -242,6 +243,7 @@ def test_a_large_index_lies_in_parts_of_sorted_names(target: int, monkeypatch: p
 
 
 def test_the_index_lies_inside_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "_derived", DerivedKept(budget_bytes=0))  # limits do not change but here
     receipt = Rank([whole("a", "uint8", (1,)), whole("b", "uint8", (1,))]).receipt()
     size = sum(len(encode(entry)) for entry in prove([receipt]).manifest.index or ())
     monkeypatch.setattr(index, "INDEX_INLINE_BYTES_MAX", size)

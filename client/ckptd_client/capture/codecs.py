@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import msgspec
 import numpy as np
 import torch
 
@@ -62,8 +63,7 @@ def register_codec(kind: type[T], name: str, encode: Callable[[T], object], deco
 # What a checkpoint holds in the place of a value that takes more than its bytes to make
 
 
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
+class SavedTensor(msgspec.Struct, frozen=True, gc=False):
     """A tensor in the checkpoint, by name."""
 
     name: str

@@ -36,8 +36,8 @@ class Contents:
         self.aliases: Mapping[str, str] = stored.aliases
         self._all_own = stored.ranks.same  # whether all that there is was this rank's
         self._found: dict[str, Described | None] = {}
-        self._wanted: dict[Wanted, int] = {}
-        self._read: list[torch.Tensor] | None = None
+        self._wanted: dict[tuple[str, Box | Span | None], Wanted] = {}
+        self._read: dict[Wanted, torch.Tensor] | None = None
         self._made: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     # What there is
@@ -92,8 +92,10 @@ class Contents:
         if self._read is not None:
             raise UsageError(f"{saved.name} is wanted after everything was read")
         entry = self.entry(saved)
-        wanted = Wanted(entry, region(entry.shape, part))
-        self._wanted.setdefault(wanted, len(self._wanted))
+        key = entry.name, part
+        wanted = self._wanted.get(key)
+        if wanted is None:
+            wanted = self._wanted[key] = Wanted(entry, region(entry.shape, part))
         return wanted
 
     def want_all(self, saved: object) -> None:
@@ -104,18 +106,26 @@ class Contents:
 
     def fetch(self) -> None:
         """Read and verify all that is wanted. Raises what reading raises."""
-        self._read = self._stored.fetch(list(self._wanted))
+        wanted = list(self._wanted.values())
+        self._read = dict(zip(wanted, self._stored.fetch(wanted), strict=True))
+
+    def let_go(self) -> None:
+        """Of all that was read."""
+        self._found.clear()
+        self._wanted.clear()
+        self._made.clear()
+        self._read = {}
 
     def read(self, wanted: Wanted) -> torch.Tensor:
         """The elements of a part, flat, not to be written to."""
         if self._read is None:
             raise UsageError(f"{wanted.tensor.name} was not read yet")
-        return self._read[self._wanted[wanted]]
+        return self._read[wanted]
 
     def whole(self, saved: SavedTensor) -> torch.Tensor:
         """A tensor that is wanted whole, in its shape, not to be written to."""
         entry = self.entry(saved)
-        return self.read(Wanted(entry, region(entry.shape))).view(entry.shape)
+        return self.read(self._wanted[entry.name, None]).view(entry.shape)
 
     # Values
 

@@ -20,6 +20,11 @@ BATCH_BYTES = 8 * MIB
 BATCH_TENSORS = 4096
 
 
+def shaped_as(target: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """All elements of a tensor, flat, in the shape of the target."""
+    return flat if target.dim() == 1 else flat.view(target.shape)
+
+
 def copy_all(copies: Sequence[Copy]) -> None:
     """Copy each source into its target, cast where they differ in dtype. No two targets share memory."""
     shared_out(_copy, list(_batches(copies)))

@@ -8,11 +8,13 @@ own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
+import msgspec
 import torch
+from msgspec.structs import replace
 
 from ckptd.format.records import Span
 from ckptd_client.capture.dtensor import Meshes, distributed_part, local_of, spec_of
@@ -22,8 +24,7 @@ Declared = Literal[True] | tuple[str, ...]
 """Which plain tensors are equal on all ranks: all, or those whose names match a pattern."""
 
 
-@dataclass(frozen=True, slots=True)
-class Flat:
+class Flat(msgspec.Struct, frozen=True):
     """A tensor is a flat range of another one's elements."""
 
     shape: tuple[int, ...]
@@ -31,8 +32,7 @@ class Flat:
     span: Span
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
+class Known(msgspec.Struct, frozen=True):
     """What stands around a tensor, or a parameter, says of it."""
 
     group: tuple[int, ...] = ()
@@ -42,8 +42,7 @@ class Known:
     flat: Flat | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
+class Parameter(msgspec.Struct, frozen=True):
     """A parameter, as far as its optimizer's state depends on it."""
 
     part: Part

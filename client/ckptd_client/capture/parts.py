@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
+import msgspec
 import torch
+from msgspec.structs import replace
 
 from ckptd.format.records import Box, Span
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True):
     """What a rank holds of one tensor."""
 
     local: torch.Tensor

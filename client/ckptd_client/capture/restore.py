@@ -20,7 +20,7 @@ from ckptd.format.names import join, segment
 from ckptd.format.tree import Path
 from ckptd_client.capture.codecs import SavedTensor
 from ckptd_client.capture.contents import CPU, Contents, bits
-from ckptd_client.capture.copying import copy_all
+from ckptd_client.capture.copying import copy_all, shaped_as
 from ckptd_client.capture.parts import Part
 from ckptd_client.capture.selection import EVERYTHING, NOTHING, Selection
 from ckptd_client.capture.stored import Wanted
@@ -224,18 +224,25 @@ class Restoring:
         )
 
     def apply(self) -> None:
-        """Do what was planned. Raises with the live state as it was where an object refuses what was saved."""
+        """Do what was planned, once. Raises with the live state as it was where an object refuses what was saved."""
         with torch.no_grad():
             built = [(put, build()) for build, put in self._builds]
             for load in self._loads:
                 load.value = load.build()
             self._load_all()
             read = self.contents.read
-            copy_all([(live, read(wanted).view(live.shape)) for live, wanted in self._copies])
+            copy_all([(live, shaped_as(live, read(wanted))) for live, wanted in self._copies])
             for put, value in built:
                 put(value)
             for act in self._last:
                 act()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of the plan, which refers to itself: Python would have to search all of it to see that it is garbage."""
+        for planned in (self._builds, self._loads, self._copies, self._ties, self._last):
+            planned.clear()
+        self.contents.let_go()
 
     def _load_all(self) -> None:
         done: list[tuple[_Load, object]] = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from ckptd_client.capture.owners import Item, staged
 from ckptd_client.capture.parts import Part, holds_nothing
 
@@ -23,8 +25,7 @@ class Placement:
     """Every rank copies all that it holds, so that replicas can be compared."""
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(msgspec.Struct, frozen=True, gc=False):
     """Rows of one piece of what is held; none of any, where other ranks own all of it."""
 
     piece: int

@@ -204,7 +204,7 @@ class State:
             if isinstance(source, OptimizerSource):
                 for name, parameter, one in source.parents():
                     known = found.parameter(name, parameter, None if one is None else one.flat)
-                    parameters[name] = replace(known, partitioned=source.partitioned)
+                    parameters[name] = msgspec.structs.replace(known, partitioned=source.partitioned)
         return replace(found, parameters=parameters)
 
     # Capture

@@ -20,8 +20,9 @@ class Described(NamedTuple):
     """Of the global tensor."""
 
 
-class Wanted(NamedTuple):
-    """A part of a stored tensor."""
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """A part of a stored tensor. Equal to itself alone, which is found in less time."""
 
     tensor: Described
     region: Region
