@@ -23,6 +23,7 @@ from ckptd.daemon.processors import processor_count
 from ckptd.errors import ConfigError
 from ckptd.limits import DIGEST_THREADS_MAX, IO_THREADS_PER_PROCESSOR, MIB
 from ckptd.pace import Pace
+from ckptd.storage import open_backend
 from ckptd.wire.messages import Committed
 from tests.daemon.trainer import Member, daemon_at, trainer
 
@@ -154,6 +155,15 @@ def test_there_are_no_more_threads_than_are_set(
         assert threads["ckptd-other"] <= budgets["other_threads"]
         assert sum(threads.values()) == len(_of_threads(daemon.process.pid))
         assert (budgets["digest_threads"], budgets["io_threads"]) == (1, 1)
+
+
+@pytest.mark.parametrize("url", ["file:///nowhere/run", "s3://bucket/run", "fsspec+memory://run", "memory://run"])
+def test_no_backend_takes_more_threads_than_there_are_for_a_store(url: str) -> None:
+    wished = open_backend(url).capabilities.inflight_max
+    assert open_backend(url, threads_max=2).capabilities.inflight_max == min(wished, 2)
+    if url.startswith(("file", "s3")):
+        assert wished > 2
+        assert open_backend(url, {"inflight_max": 1}, threads_max=2).capabilities.inflight_max == 1
 
 
 # Processors
