@@ -57,6 +57,11 @@ class Daemon:
         times = [process.cpu_times() for process in (daemon, *daemon.children(recursive=True))]
         return float(sum(found.user + found.system for found in times))
 
+    def loop_cpu_seconds(self) -> float:
+        """Of that, the thread of the event loop: what cannot be spread over threads."""
+        pid = self._process.pid
+        return float(sum(one.user_time + one.system_time for one in psutil.Process(pid).threads() if one.id == pid))
+
     def private_bytes(self) -> int:
         """Memory that is nobody else's; the arena is shared."""
         return int(psutil.Process(self._process.pid).memory_full_info().uss)
@@ -115,13 +120,14 @@ def measure(world: int, size: int, saves: int, place: Path) -> dict[str, Any]:
         ranks = stack.enter_context(Ranks(world, size, daemon, f"file://{place / 'run'}"))
         for step in range(1, WARM_UPS + 1):
             ranks.save(step)
-        before = daemon.cpu_seconds()
+        before, loop_before = daemon.cpu_seconds(), daemon.loop_cpu_seconds()
         seconds = [ranks.save(step) for step in range(WARM_UPS + 1, WARM_UPS + saves + 1)]
         return {
             "ranks": world,
             "rank_bytes": size,
             "saves": saves,
             "daemon_cpu_seconds": daemon.cpu_seconds() - before,
+            "loop_cpu_seconds": daemon.loop_cpu_seconds() - loop_before,
             "daemon_private_bytes": daemon.private_bytes(),
             "committed_seconds": seconds,
         }
@@ -134,13 +140,16 @@ def report(results: dict[str, Any]) -> str:
     for world in sorted({one["ranks"] for one in results["worlds"]}):
         small, large = (one for (ranks, _), one in sorted(found.items()) if ranks == world)
         each = [one["daemon_cpu_seconds"] / one["saves"] for one in (small, large)]
+        loop = [one["loop_cpu_seconds"] / one["saves"] for one in (small, large)]
         gigabytes = world * (large["rank_bytes"] - small["rank_bytes"]) / 1e9
         rows.append(
             [
                 str(world),
                 f"{each[0] * 1e3:.1f}",
                 f"{each[0] / world * 1e3:.1f}",
+                f"{loop[0] / world * 1e3:.1f}",
                 f"{(each[1] - each[0]) / gigabytes:.2f}",
+                f"{(loop[1] - loop[0]) / gigabytes:.3f}",
                 f"{large['daemon_private_bytes'] / 2**20:.0f}",
                 f"{median(small['committed_seconds']) * 1e3:.0f}",
                 f"{median(large['committed_seconds']) * 1e3:.0f}",
@@ -151,7 +160,9 @@ def report(results: dict[str, Any]) -> str:
         "ranks",
         "daemon's CPU, ms a save",
         "ms a save and rank",
+        "of that the loop",
         "CPU s/GB beyond that",
+        "of that the loop",
         "memory beyond the arena, MiB",
         "committed, ms: small state",
         f"committed, ms: {large_bytes / 1e6:g} MB a rank",

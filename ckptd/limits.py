@@ -81,6 +81,17 @@ EXCHANGED_KEPT = 16
 """Of checkpoints that are not committed, so many, the newest, keep their exchanged receipts; as many as there may be
 snapshots in memory."""
 
+# Budgets of a daemon
+
+DIGEST_THREADS_MAX = 4
+"""Unless more are asked for. One digests faster than a disk writes; more than a few would take the trainer's cores."""
+IO_THREADS_PER_PROCESSOR = 4
+"""For each store, unless another number is asked for: they mostly wait for a disk or a network."""
+OTHER_THREADS_MIN, OTHER_THREADS_MAX = 4, 32
+"""For all else that blocks: so many and one for each processor, up to so many."""
+REQUESTS_INFLIGHT = 32
+"""Operations on one store at the same time; its backend may allow fewer."""
+
 # Waits
 
 CONNECT_SECONDS = 30.0

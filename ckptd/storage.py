@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from ckptd.errors import ConfigError, UsageError
 from ckptd.format.keys import KEY_PATTERN
+from ckptd.pace import Pace
 
 StorageOptions = Mapping[str, Any]
 
@@ -189,7 +190,9 @@ async def settle(backend: Backend, key: str) -> None:
 class Factory(Protocol):
     """What an entry point in the group ``ckptd.backends`` names, by URL scheme."""
 
-    def __call__(self, url: str, options: StorageOptions, *, state_dir: Path | None) -> Backend: ...
+    def __call__(
+        self, url: str, options: StorageOptions, *, state_dir: Path | None, threads_max: int | None
+    ) -> Backend: ...
 
 
 def check_key(key: str) -> None:
@@ -223,12 +226,19 @@ def normal_url(url: str) -> str:
     return url.rstrip("/") if rest.strip("/") else url
 
 
-def open_backend(url: str, options: StorageOptions | None = None, *, state_dir: Path | None = None) -> Backend:
+def open_backend(
+    url: str,
+    options: StorageOptions | None = None,
+    *,
+    state_dir: Path | None = None,
+    threads_max: int | None = None,
+) -> Backend:
     """The backend for a root URL, found by its scheme among the installed entry points.
 
     ``options``: what the backend understands, such as ``endpoint_url`` for S3; unknown names are refused.
     ``state_dir``: a private local folder where a backend may journal what it must clean up after a crash (S3 upload
-    ids); ``None`` for readers. No request is made and no connection opened yet.
+    ids); ``None`` for readers. ``threads_max``: so many blocking calls at once, whatever the options allow; ``None``:
+    what they allow. No request is made and no connection opened yet.
     """
     url = normal_url(url)
     scheme = url.split("://", 1)[0]
@@ -246,7 +256,7 @@ def open_backend(url: str, options: StorageOptions | None = None, *, state_dir: 
             f"the backend for {scheme}:// needs a package that is not installed: {error.name}",
             hint=f"pip install 'ckptd[{point.name}]'",
         ) from error
-    return factory(url, options or {}, state_dir=state_dir)
+    return factory(url, options or {}, state_dir=state_dir, threads_max=threads_max)
 
 
 def preload(scheme: str = "file") -> None:
@@ -264,8 +274,10 @@ class Limits:
 
     operations_max: int | None = None
     """Operations at once."""
-    up_bytes_per_second: float | None = None
-    down_bytes_per_second: float | None = None
+    up: Pace | None = None
+    """Paid for what is written, by all backends with the same one together."""
+    down: Pace | None = None
+    """For what is read, likewise."""
 
 
 def with_standard_wrappers(backend: Backend, limits: Limits) -> Backend:

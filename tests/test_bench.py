@@ -264,12 +264,13 @@ def test_what_arrives_from_s3_wrong_is_noticed() -> None:
 
 
 def test_the_daemons_costs_are_split_into_saves_and_bytes() -> None:
-    def world(size: int, cpu: float) -> dict[str, object]:
-        costs = {"daemon_cpu_seconds": cpu, "daemon_private_bytes": 2**25, "committed_seconds": [0.1]}
+    def world(size: int, cpu: float, loop: float) -> dict[str, object]:
+        costs = {"daemon_cpu_seconds": cpu, "loop_cpu_seconds": loop}
+        costs |= {"daemon_private_bytes": 2**25, "committed_seconds": [0.1]}
         return {"ranks": 2, "rank_bytes": size, "saves": 10, **costs}
 
-    text = ranks.report({"worlds": [world(0, 0.2), world(10**9, 4.2)]})
-    assert "| 2 | 20.0 | 10.0 | 0.20 | 32 | 100 | 100 |" in text
+    text = ranks.report({"worlds": [world(0, 0.2, 0.1), world(10**9, 4.2, 0.18)]})
+    assert "| 2 | 20.0 | 10.0 | 5.0 | 0.20 | 0.004 | 32 | 100 | 100 |" in text
 
 
 @pytest.mark.parametrize(("text", "expected"), [("512MB", 512_000_000), ("1.5GB", 1_500_000_000), ("4096", 4096)])

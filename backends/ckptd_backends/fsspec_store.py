@@ -35,6 +35,7 @@ from ckptd.format.keys import KEY_PATTERN
 from ckptd.limits import MIB
 from ckptd.storage import Backend, Capabilities, Factory, ObjectInfo, Source, StorageOptions, check_key, check_prefix
 from ckptd_backends.fsspec_errors import mapped
+from ckptd_backends.options import at_most
 from ckptd_backends.pool import Pool
 from ckptd_backends.sources import Part, byte_view, each_part, parts_of, source_of, stored
 
@@ -50,11 +51,11 @@ log = logging.getLogger("ckptd.storage")
 class FsspecBackend:
     """Objects below one path of an fsspec file system."""
 
-    def __init__(self, url: str, file_system: Any, base: str) -> None:
+    def __init__(self, url: str, file_system: Any, base: str, threads_max: int | None = None) -> None:
         self._url = url
         self._fs = file_system
         self._base = base.rstrip("/")
-        self._pool = Pool(INFLIGHT_MAX, url)
+        self._pool = Pool(at_most(INFLIGHT_MAX, threads_max), url)
         self._conditional = asyncio.Lock()
         self._gathers = not _VISIBLE_WHEN_OPENED.isdisjoint(_protocols(file_system))
 
@@ -65,7 +66,7 @@ class FsspecBackend:
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
-            put_if_absent=False, inflight_max=INFLIGHT_MAX, part_bytes=PART_BYTES, survives_power_loss=False
+            put_if_absent=False, inflight_max=self._pool.threads, part_bytes=PART_BYTES, survives_power_loss=False
         )
 
     # Writing
@@ -162,7 +163,7 @@ class FsspecBackend:
             return None
 
         async with self._pool.operation():
-            outcomes = await each_part(parts_of(len(wanted), 1), INFLIGHT_MAX, delete)
+            outcomes = await each_part(parts_of(len(wanted), 1), self._pool.threads, delete)
         if failures := [outcome for outcome in outcomes if outcome is not None]:
             raise ExceptionGroup(f"{len(failures)} of {len(wanted)} objects not deleted", failures)
 
@@ -195,7 +196,7 @@ class FsspecBackend:
             size = (await self._pool.run(self._info, key)).size_bytes
             if target and size < offset + len(target):
                 raise ShortRead(f"ends at byte {size}, wanted up to {offset + len(target)}", key=key)
-            await each_part(parts_of(len(target), PART_BYTES), INFLIGHT_MAX, read)
+            await each_part(parts_of(len(target), PART_BYTES), self._pool.threads, read)
 
     def _read(self, key: str, start: int, stop: int) -> bytes:
         if start == stop:
@@ -270,7 +271,7 @@ def _seconds(found: dict[str, Any]) -> float:
     return time.time()
 
 
-def open_fsspec(url: str, options: StorageOptions, *, state_dir: Path | None) -> Backend:
+def open_fsspec(url: str, options: StorageOptions, *, state_dir: Path | None, threads_max: int | None) -> Backend:
     """Entry point for every scheme that no other backend has. ``options`` go to the file system as they are."""
     url_to_fs: Any = importlib.import_module("fsspec.core").url_to_fs
     target = url.removeprefix(EXPLICIT)
@@ -281,7 +282,7 @@ def open_fsspec(url: str, options: StorageOptions, *, state_dir: Path | None) ->
     except (ImportError, ValueError, TypeError) as error:
         raise ConfigError(f"{url}: {error}") from error
     log.warning("%s: fsspec has no conditional put; let only a single writer use this run at a time", url)
-    return FsspecBackend(url, file_system, base)
+    return FsspecBackend(url, file_system, base, threads_max)
 
 
 _: Factory = open_fsspec

@@ -35,7 +35,7 @@ from ckptd_backends.local_errors import mapped
 from ckptd_backends.local_reader import OpenFile, page_parts, takes_direct
 from ckptd_backends.local_temporaries import sweep
 from ckptd_backends.local_writer import NewFile
-from ckptd_backends.options import checked_options
+from ckptd_backends.options import at_most, checked_options
 from ckptd_backends.patience import Calls
 from ckptd_backends.pool import Pool
 from ckptd_backends.sources import Part, byte_view, each_part, parts_of, source_of, stored
@@ -249,9 +249,11 @@ def _info(key: str, state: FileState, path_taken: str = "") -> ObjectInfo:
     return ObjectInfo(key, state.size_bytes, state.modified_seconds, path_taken=path_taken)
 
 
-def open_local(url: str, options: StorageOptions, *, state_dir: Path | None) -> Backend:
+def open_local(url: str, options: StorageOptions, *, state_dir: Path | None, threads_max: int | None) -> Backend:
     """Entry point for ``file://``. A temporary lies beside its target, so nothing is journaled in ``state_dir``."""
-    return LocalBackend(url.removeprefix("file://"), checked_options(LocalOptions, options, url=url))
+    checked = checked_options(LocalOptions, options, url=url)
+    capped = msgspec.structs.replace(checked, inflight_max=at_most(checked.inflight_max, threads_max))
+    return LocalBackend(url.removeprefix("file://"), capped)
 
 
 _: Factory = open_local

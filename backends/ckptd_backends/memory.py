@@ -117,7 +117,7 @@ class MemoryBackend:
         return ObjectInfo(key, len(data), changed_seconds, path_taken=path_taken)
 
 
-def open_memory(url: str, options: StorageOptions, *, state_dir: Path | None) -> Backend:
+def open_memory(url: str, options: StorageOptions, *, state_dir: Path | None, threads_max: int | None) -> Backend:
     """Entry point for ``memory://``. Takes no options and keeps no state."""
     checked_options(NoOptions, options, url=url)
     return MemoryBackend(url)

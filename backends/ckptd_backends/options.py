@@ -44,6 +44,11 @@ def checked_options(kind: type[T], options: StorageOptions, *, url: str) -> T:
         raise ConfigError(f"{url}: storage option: {error}") from None
 
 
+def at_most(inflight_max: int, threads_max: int | None) -> int:
+    """How many calls may run at once: what the options say, or fewer where the process has a budget."""
+    return inflight_max if threads_max is None else min(inflight_max, threads_max)
+
+
 def _secret(kind: type, value: Any) -> Any:
     if kind is not Secret or not isinstance(value, str | Secret):
         raise TypeError("expected a string")

@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ckptd.errors import (
     AccessDenied,
     AlreadyExists,
@@ -38,7 +40,7 @@ from ckptd.storage import (
     check_key,
     check_prefix,
 )
-from ckptd_backends.options import checked_options
+from ckptd_backends.options import at_most, checked_options
 from ckptd_backends.pool import Pool
 from ckptd_backends.s3_body import Body, in_base64
 from ckptd_backends.s3_client import Requests, answer_seconds, encryption, required
@@ -264,9 +266,11 @@ def _stored_checksum(text: str) -> str:
     return f"crc32c-of:{checksum}-{parts}" if parts else f"crc32c:{checksum}"
 
 
-def open_s3(url: str, options: StorageOptions, *, state_dir: Path | None) -> Backend:
+def open_s3(url: str, options: StorageOptions, *, state_dir: Path | None, threads_max: int | None) -> Backend:
     """Entry point for ``s3://``. Open uploads are journaled below ``state_dir``, if there is one."""
-    return S3Backend(url, checked_options(S3Options, options, url=url), state_dir)
+    checked = checked_options(S3Options, options, url=url)
+    capped = msgspec.structs.replace(checked, inflight_max=at_most(checked.inflight_max, threads_max))
+    return S3Backend(url, capped, state_dir)
 
 
 _: Factory = open_s3

@@ -10,7 +10,7 @@ from crc32c import crc32c
 
 from ckptd.errors import Unavailable
 from ckptd.limits import KIB
-from ckptd_backends.s3_connections import SEND_BYTES, Breaker
+from ckptd_backends.s3_connections import Breaker
 
 FILL_BYTES = 256 * KIB
 """How much must arrive for a download to count as moving."""
@@ -40,12 +40,10 @@ class Body(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1) -> Any:
-        """A view of the next bytes: more than asked for where little is asked for, as the HTTP client does."""
-        rest = len(self._view) - self._at
-        wanted = rest if size < 0 else min(max(size, SEND_BYTES), rest)
-        chunk = self._view[self._at : self._at + wanted]
-        self._at += wanted
-        return chunk if wanted else b""
+        """A view of all that is left, however little the HTTP client asks for: the socket takes it in one go."""
+        rest = self._view[self._at :]
+        self._at = len(self._view)
+        return rest if rest else b""
 
     def checksum(self) -> bytes:
         """Of all the bytes."""

@@ -3,12 +3,18 @@
 The client of boto3 knows neither. So its connections are of classes of our own, which tell whoever wants to break off a
 request the socket that it is on, and keep the kernel from taking more of a body than a slow line carries within a time
 limit: what the kernel has taken looks as if it was sent, and waiting for it as if the server was silent.
+
+Without TLS they also send a body in one system call. With a time limit of Python's a socket never blocks: each time
+that there is room for some bytes, a thread has to wake up and wait for the interpreter's lock, which eight uploads at
+once never do without waiting for each other. So the kernel keeps the time while a body is sent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,9 +25,8 @@ from ckptd.limits import KIB
 
 T = TypeVar("T")
 
-SEND_BYTES = 256 * KIB
-"""How much goes to the socket at once, and may wait there: enough to make Python's part of the work small, little
-enough that a slow line gets it off within a time limit."""
+UNSENT_BYTES = 256 * KIB
+"""How much of a body may wait in the kernel: little enough that a slow line gets it off within a time limit."""
 
 _here = threading.local()
 
@@ -66,6 +71,29 @@ def _shut(connected: socket.socket) -> None:
         socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
 
+class _Sending(socket.socket):
+    """Leaves the time limit for sending to the kernel; that for receiving stays Python's."""
+
+    def limit(self, no_progress_seconds: float) -> None:
+        fraction, seconds = math.modf(no_progress_seconds)
+        # A struct timeval, as the kernel has it.
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(seconds), int(fraction * 1e6)))
+
+    def sendall(self, data: Any, flags: int = 0, /) -> None:
+        """Raises :class:`TimeoutError` where nothing can be sent for as long as the limit says: once it has passed,
+        and before it has passed twice."""
+        seconds = self.gettimeout()
+        self.settimeout(None)
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[self.send(rest, flags) :]  # fewer than all: the limit has passed, and some were sent
+        except BlockingIOError as error:
+            raise TimeoutError("timed out") from error
+        finally:
+            self.settimeout(seconds)
+
+
 def make_breakable(client: Any, no_progress_seconds: float) -> None:
     """Give a client that has not been used yet connections that a :class:`Breaker` reaches, and that give up when they
     cannot send for so long."""
@@ -81,7 +109,11 @@ def _pool_classes(no_progress_seconds: float) -> dict[str, type]:
 
         def connect(self: Any) -> None:
             super().connect()  # type: ignore[misc]
-            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, SEND_BYTES)
+            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+            if type(self.sock) is socket.socket:  # TLS sends records of 16 KiB, one by one, whatever the socket
+                sending = _Sending(fileno=self.sock.detach())
+                sending.limit(no_progress_seconds)
+                self.sock = sending
             self.sock.settimeout(no_progress_seconds)  # until now it was that for connecting
             _tell(self.sock)
 

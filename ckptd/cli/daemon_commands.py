@@ -54,6 +54,7 @@ def print_status(status: dict[str, Any]) -> None:
         f"ckptd {status['version']}, process {status['pid']} at {status['socket']}, up "
         f"{status['uptime_seconds']:.0f} s{draining}; arenas hold {size(status['arena_bytes'])}",
     )
+    _print_budgets(status.get("budgets"))
     _print_saves(status["saves"]["listed"])
     _print_sessions(status["sessions"]["listed"])
     _print_tiers(status["tiers"]["listed"])
@@ -70,6 +71,26 @@ def print_status(status: dict[str, Any]) -> None:
             f"failed: {failure['version']} rank {failure['rank']} while {failure['stage']}: {failure['error']}",
             style="red",
         )
+
+
+def _print_budgets(budgets: dict[str, Any] | None) -> None:
+    """What the daemon may take; one of an older release tells nothing."""
+    if budgets is None:
+        return
+    rates = {
+        "writes": budgets["write_bytes_per_second"],
+        "copies": budgets["copy_bytes_per_second"],
+        "verification": budgets["verify_bytes_per_second"],
+    }
+    said = [
+        f"{budgets['processors']:g} processors, threads: {budgets['digest_threads']} for digests, "
+        f"{budgets['io_threads']} for each store, {budgets['other_threads']} others",
+        f"nice {budgets['nice']}, I/O {budgets['io_priority']}",
+        *(f"{what} {size(rate)}/s" for what, rate in rates.items() if rate is not None),
+    ]
+    if budgets["memory_bytes"] is not None:
+        said.append(f"memory {size(budgets['memory_bytes'])}")
+    console().print(f"budgets: {'; '.join(said)}")
 
 
 def _print_findings(health: dict[str, Any] | None) -> None:

@@ -15,7 +15,9 @@ from ckptd.checkpoint.objects import store_clock, token
 from ckptd.checkpoint.run import Run
 from ckptd.cli.daemon_call import call
 from ckptd.cli.output import counted, size
+from ckptd.daemon.budgets import Budgets
 from ckptd.daemon.memory import headroom_bytes
+from ckptd.daemon.processors import processor_count
 from ckptd.errors import AlreadyExists, CkptdError, NoCheckpoint, first_line
 from ckptd.format.keys import LEASES
 from ckptd.limits import LEASE_SECONDS, MIB, SLOT_SLACK_FRACTION
@@ -56,7 +58,7 @@ def check_machine(wishes: Wishes, socket: Path) -> list[Finding]:
 
 def check_host(wishes: Wishes) -> list[Finding]:
     """Memory and limits of processes. Changes nothing."""
-    return [_memory(wishes), _locked_memory(wishes), _open_files(), _memfd()]
+    return [_memory(wishes), _locked_memory(wishes), _processors(), _open_files(), _memfd()]
 
 
 async def check_store(backend: Backend, probed: Backend, wishes: Wishes) -> list[Finding]:
@@ -130,6 +132,19 @@ def _locked_memory(wishes: Wishes) -> Finding:
         f"at most {size(soft)} (ulimit -l): pinning the arena for a GPU may be refused, and copies are then slower",
         "raise it: ulimit -l unlimited, or LimitMEMLOCK=infinity",
     )
+
+
+def _processors() -> Finding:
+    usable, there = processor_count(), os.cpu_count() or 1
+    budgets = Budgets()
+    text = (
+        f"{usable:g} of {there} may be used; a daemon takes {counted(budgets.digest_threads_used, 'thread')} for "
+        f"digests and up to {budgets.io_threads_used} for each store, unless --digest-threads and --io-threads say "
+        "otherwise"
+    )
+    if usable >= 1:
+        return Finding("ok", "processors", text)
+    return Finding("warning", "processors", text, "saves will take long: raise the cgroup's cpu.max")
 
 
 def _open_files() -> Finding:

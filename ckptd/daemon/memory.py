@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptd.daemon.cgroups import own_folders, text_of
 from ckptd.errors import ResourceError
 from ckptd.limits import KIB
 
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUPS = Path("/proc/self/cgroup")
 RESERVE_FRACTION = 0.05
 """Of the machine's or cgroup's memory, left to everything else."""
 _UNLIMITED = 1 << 60
@@ -27,15 +25,18 @@ class _Files:
     """Fields of ``memory.stat`` that the kernel gives back under pressure. Shared memory is not among them."""
 
 
-_VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
-_VERSION_2 = _Files("memory.max", "memory.current", ("active_file", "inactive_file"))
+_OF_VERSION = {
+    1: _Files("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
+    2: _Files("memory.max", "memory.current", ("active_file", "inactive_file")),
+}
 
 
 def headroom_bytes() -> int:
     """What can be allocated now: the least of the machine's available memory and of each cgroup's limit less what it
     uses (reclaimable file cache not counted), less a reserve. Never negative."""
     left = _machine("MemAvailable") - int(_machine("MemTotal") * RESERVE_FRACTION)
-    for folder, files in _own_cgroups():
+    for folder, version in own_folders("memory"):
+        files = _OF_VERSION[version]
         limit, used = _number(folder / files.limit), _number(folder / files.used)
         if limit is not None and used is not None and limit < _UNLIMITED:
             left = min(left, limit - int(limit * RESERVE_FRACTION) - used + _cache(folder, files))
@@ -49,27 +50,8 @@ def _machine(name: str) -> int:
     raise ResourceError(f"/proc/meminfo does not say {name}")
 
 
-def _own_cgroups() -> Iterator[tuple[Path, _Files]]:
-    """This process's memory cgroup, and all above it. Folders that are not mounted here have no files."""
-    for line in OWN_CGROUPS.read_text().splitlines():
-        _, controllers, inside = line.split(":", 2)
-        if controllers == "":
-            root, files = CGROUPS, _VERSION_2
-        elif "memory" in controllers.split(","):
-            root, files = CGROUPS / "memory", _VERSION_1
-        else:
-            continue
-        folder = root / inside.strip("/")
-        while folder.is_relative_to(root):
-            yield folder, files
-            folder = folder.parent
-
-
 def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
+    text = text_of(path)
     return int(text) if text.isdigit() else None  # "max": no limit
 
 

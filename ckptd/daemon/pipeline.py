@@ -27,8 +27,6 @@ from ckptd.wire.messages import Committed, Durable, Failed, SlotRef
 
 log = logging.getLogger(__name__)
 
-DIGEST_THREADS = 4
-"""One digests faster than a disk writes; more than a few would take the trainer's cores."""
 MESSAGE_TEXT_MAX = 4000
 """Characters of an error in a message."""
 
@@ -44,15 +42,16 @@ class Pipeline:
         lost: Callable[[str, str, Version, int], str | None],
         arenas: Arenas,
         bases: Bases,
+        threads: int,
     ) -> None:
-        """``lost``: run, launch, version and rank → why its receipt cannot come any more."""
+        """``lost``: run, launch, version and rank → why its receipt cannot come any more. ``threads``: that digest."""
         self._commits = commits
         self._replication = replication
         self._tally = tally
         self._lost = lost
         self._arenas = arenas
         self._bases = bases
-        self._threads = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="ckptd-digest")
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="ckptd-digest")
 
     def close(self) -> None:
         """End the threads; no save may be running."""

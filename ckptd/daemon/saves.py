@@ -40,14 +40,17 @@ class Saves:
         replication: Replication,
         arenas: Arenas,
         bases: Bases,
+        *,
+        threads: int,
     ) -> None:
+        """``threads``: that digest."""
         self.draining = False
         """Living trainers' new snapshots stay in their slots, for the next daemon."""
         self.tally = tally
         self._tasks = tasks
         self._commits = commits
         self._replication = replication
-        self._pipeline = Pipeline(commits, replication, self.tally, self.lost, arenas, bases)
+        self._pipeline = Pipeline(commits, replication, self.tally, self.lost, arenas, bases, threads)
         self._under_way: set[Save] = set()
         self._resuming: dict[asyncio.Task[None], Owner] = {}
         self._ended: dict[tuple[Seat, str], str] = {}

@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ckptd import __version__
@@ -58,6 +59,7 @@ async def serve(settings: Settings) -> None:
 
 async def _serve(settings: Settings, listener: socket.socket) -> None:
     loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(settings.budgets.other_threads_used, thread_name_prefix="ckptd-other"))
     service = Service(settings)
     drains: list[asyncio.Task[None]] = []
 
@@ -227,6 +229,7 @@ def run(settings: Settings) -> int:
     gc.freeze()
     gc.set_threshold(GARBAGE_LOOK_OBJECTS)
     try:
+        settings.budgets.lower_priority()
         asyncio.run(serve(settings))
     except CkptdError as error:
         log.error("%s", error)

@@ -31,6 +31,7 @@ from ckptd.errors import DaemonError, DeadlineExceeded, NoCheckpoint, RunInUse
 from ckptd.format.keys import Version
 from ckptd.health.monitor import Monitor
 from ckptd.limits import COPY_READS_AT_ONCE, VERIFY_READS_AT_ONCE
+from ckptd.pace import Pace
 from ckptd.storage import Limits
 from ckptd.wire.messages import Failed
 
@@ -56,26 +57,28 @@ class Service:
         self._owners: set[Owner] = set()
         """All whose process is watched."""
         self.tasks = Tasks()
+        budgets = settings.budgets
+        writes = _pace(budgets.write_bytes_per_second)
         limits: dict[Use, Limits] = {
-            "nearest": Limits(settings.requests_inflight, settings.upload_bytes_per_second),
-            "further": Limits(
-                settings.requests_inflight, settings.copy_bytes_per_second or settings.upload_bytes_per_second
-            ),
+            "nearest": Limits(budgets.requests_inflight, up=writes),
+            "further": Limits(budgets.requests_inflight, up=_pace(budgets.copy_bytes_per_second) or writes),
             "reading": Limits(COPY_READS_AT_ONCE),
-            "verifying": Limits(VERIFY_READS_AT_ONCE, down_bytes_per_second=settings.verify_bytes_per_second),
+            "verifying": Limits(VERIFY_READS_AT_ONCE, down=_pace(budgets.verify_bytes_per_second)),
         }
-        self.stores = Stores(limits, settings.state_path, self.tasks.spawn)
-        self.arenas = Arenas(settings.memory_budget_bytes)
+        self.stores = Stores(limits, settings.state_path, self.tasks.spawn, threads_max=budgets.io_threads_used)
+        self.arenas = Arenas(budgets.memory_bytes)
         patience = Patience(settings.commit_seconds, settings.commit_takeover_seconds)
         commits, tally = Commits(patience, self.tasks.spawn), Tally()
         self.verifying = Verifying(
-            self.tasks.spawn, tally, settings.verify_delay_seconds, enabled=settings.verify_bytes_per_second is not None
+            self.tasks.spawn, tally, settings.verify_delay_seconds, enabled=budgets.verify_bytes_per_second is not None
         )
         bases = Bases()
         self.replication = Replication(
             commits, tally, self.tasks.spawn, self.verifying, bases, settings.retention_grace_seconds
         )
-        self.saves = Saves(self.tasks, commits, tally, self.replication, self.arenas, bases)
+        self.saves = Saves(
+            self.tasks, commits, tally, self.replication, self.arenas, bases, threads=budgets.digest_threads_used
+        )
         self.monitor = Monitor(settings.health_seconds)
         self.watch = Watchdog(settings.watch, settings.state_path, self._works_for, self.monitor.latest, self.tasks)
         self._webhook = None if settings.webhook is None else Webhook(settings.webhook)
@@ -226,3 +229,7 @@ class Service:
     def status(self) -> dict[str, Any]:
         """For ``ckptd status``; small enough for one message."""
         return status_of(self)
+
+
+def _pace(bytes_per_second: int | None) -> Pace | None:
+    return None if bytes_per_second is None else Pace(bytes_per_second)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ckptd.daemon.budgets import Budgets
 from ckptd.daemon.watch.rules import WatchRules
 from ckptd.limits import (
     COMMIT_SECONDS,
     COMMIT_TAKEOVER_SECONDS,
     HEALTH_SECONDS,
     RETENTION_GRACE_SECONDS,
-    VERIFY_BYTES_PER_SECOND,
     VERIFY_DELAY_SECONDS,
 )
 from ckptd.wire.channel import default_socket
@@ -25,15 +25,8 @@ class Settings:
     allowed_uids: frozenset[int] = frozenset()
     """Users besides this one and root whose trainers may connect. With any, the socket's folder can be passed through
     by everybody, and the kernel's word on the peer's uid decides."""
-    memory_budget_bytes: int | None = None
-    """All arenas together. ``None``: as much as the machine and the cgroup have left, see
-    :func:`ckptd.daemon.memory.headroom_bytes`."""
-    upload_bytes_per_second: int | None = None
-    """All saves to one store together; ``None``: as fast as the store takes them."""
-    copy_bytes_per_second: int | None = None
-    """Copies to one further tier together; ``None``: as ``upload_bytes_per_second``."""
-    requests_inflight: int = 32
-    """Requests to one store at the same time, at most; the backend may allow fewer."""
+    budgets: Budgets = field(default_factory=Budgets)
+    """What it may take of the machine."""
     idle_exit_seconds: float | None = None
     """End after so long without clients and without work; ``None``: never."""
     drain_seconds: float = 300.0
@@ -44,8 +37,6 @@ class Settings:
     """How long other ranks' daemons leave a commit to rank 0's; up to twice that, at random."""
     retention_grace_seconds: float = RETENTION_GRACE_SECONDS
     """Between the announcement of a deletion and the deletion."""
-    verify_bytes_per_second: int | None = VERIFY_BYTES_PER_SECOND
-    """At which commits are read again; ``None``: they are not."""
     verify_delay_seconds: float = VERIFY_DELAY_SECONDS
     """After a commit, before it is read again."""
     watch: WatchRules = field(default_factory=WatchRules)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +52,8 @@ def _status(service: Service, listed: int) -> dict[str, Any]:
         "socket": str(service.settings.socket),
         "uptime_seconds": round(time.monotonic() - service.began_seconds, 3),
         "draining": service.saves.draining,
+        "budgets": service.settings.budgets.shown(),
+        "threads": _threads(listed),
         "sessions": shown(_session(owner, service.watch) for owner in owners),
         "watch": service.watch.status(listed),
         "saves": shown(_save(save) for save in sorted(saves, key=lambda save: save.began_seconds)),
@@ -68,6 +72,12 @@ def _status(service: Service, listed: int) -> dict[str, Any]:
         "verifying": _verifying(service),
         "counts": {"retired": 0, "retiring_failed": 0, **tally.counts},
     }
+
+
+def _threads(listed: int) -> dict[str, int]:
+    """How many there are, by what they are for; the most numerous first."""
+    counts = Counter(thread.name.rpartition("_")[0] or thread.name for thread in threading.enumerate())
+    return {name[:TEXT_MAX]: count for name, count in counts.most_common(listed)}
 
 
 def _session(owner: Owner, watch: Watchdog) -> dict[str, Any]:

@@ -39,9 +39,16 @@ class Stores:
     """Ranks of one run share a backend, and so its limits."""
 
     def __init__(
-        self, limits: Mapping[Use, Limits], state_dir: Path, spawn: Callable[[Coroutine[Any, Any, None], str], object]
+        self,
+        limits: Mapping[Use, Limits],
+        state_dir: Path,
+        spawn: Callable[[Coroutine[Any, Any, None], str], object],
+        *,
+        threads_max: int | None = None,
     ) -> None:
+        """``threads_max``: for each use of each store."""
         self._limits = limits
+        self._threads_max = threads_max
         self._state_dir = state_dir
         self._spawn = spawn
         self._open: dict[tuple[str, bytes, Use], Backend] = {}
@@ -80,7 +87,9 @@ class Stores:
                 self._spawn(self._clean(self._open[key]), f"clean-up of {url}")
         else:
             # In a thread, as it may import a cloud library.
-            backend = await asyncio.to_thread(open_backend, url, options, state_dir=self._state_dir)
+            backend = await asyncio.to_thread(
+                open_backend, url, options, state_dir=self._state_dir, threads_max=self._threads_max
+            )
             if key not in self._open:
                 self._open[key] = with_standard_wrappers(backend, self._limits[use])
                 if use in ("nearest", "further"):

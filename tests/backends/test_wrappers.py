@@ -10,6 +10,7 @@ from typing import Literal
 import pytest
 
 from ckptd.errors import AccessDenied, AlreadyExists, NotFound, Unavailable
+from ckptd.pace import Pace
 from ckptd.storage import Backend, ObjectInfo, open_backend
 from ckptd_backends import memory
 from ckptd_backends.testing import BackendTests, listed, patterned, unique_name
@@ -40,7 +41,7 @@ class TestRetrying(WrapperTests):
 
 class TestLimited(WrapperTests):
     def make(self) -> Backend:
-        return Limited(plain(), operations_max=2, up_bytes_per_second=1 << 30, down_bytes_per_second=1 << 30)
+        return Limited(plain(), operations_max=2, up=Pace(1 << 30), down=Pace(1 << 30))
 
 
 class TestTraced(WrapperTests):
@@ -153,7 +154,7 @@ async def test_a_scan_that_breaks_off_goes_on() -> None:
 
 async def test_bytes_are_paid_for_in_time() -> None:
     """Lower bounds only: the limit is a promise, how much slower it gets is not."""
-    limited = Limited(plain(), up_bytes_per_second=10 << 20, down_bytes_per_second=20 << 20)
+    limited = Limited(plain(), up=Pace(10 << 20), down=Pace(20 << 20))
     data = patterned(2 << 20)
     began = time.monotonic()
     await asyncio.gather(limited.put("x", data[: 1 << 20]), limited.put("y", data[1 << 20 :]))

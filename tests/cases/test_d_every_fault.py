@@ -191,15 +191,16 @@ async def test_r93_an_upload_that_crawls_is_not_cut(proxy: FaultProxy) -> None:
             assert await content(store, "x", len(LARGE)) == LARGE
 
 
+@pytest.mark.parametrize("stall", [faults.silent, faults.deaf])
 async def test_r93_a_cancelled_put_ends_although_the_store_is_silent(
-    proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+    proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, stall: faults.Fault
 ) -> None:
     """Neither the parts, nor a small put, nor the abort has the store's answer to wait for."""
     monkeypatch.setattr("ckptd_backends.s3_upload.ABORT_SECONDS", 0.3)
     async with opened(proxy, no_progress_seconds=600) as store:
         await store.put("warm", SMALL)
         for operation in ("UploadPart", "PutObject", "AbortMultipartUpload"):
-            proxy.fault(operation, faults.silent, times=99)
+            proxy.fault(operation, stall, times=99)
         puts = [asyncio.create_task(store.put("large", LARGE)), asyncio.create_task(store.put("small", SMALL))]
         await asyncio.to_thread(
             wait_until,

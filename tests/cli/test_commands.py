@@ -345,14 +345,19 @@ def test_progress_is_for_people_who_wait(url: str, monkeypatch: pytest.MonkeyPat
 def test_serve_status_drain(private_folders: Path) -> None:
     socket = private_folders / "cli" / "d.sock"
     command = Path(sysconfig.get_path("scripts")) / "ckptd"
+    budgets = ["--bandwidth", "500", "--memory-budget", "1024", "--io-priority", "idle"]
+    nice = os.getpriority(os.PRIO_PROCESS, 0) + 1
     with (private_folders / "cli.log").open("wb") as log:
-        process = spawn([command, "serve", "--socket", socket], output=log)
+        process = spawn([command, "serve", "--socket", socket, *budgets], env={"CKPTD_NICE": "1"}, output=log)
     try:
         wait_until(socket.exists, "the daemon's socket", deadline_seconds=20)
         status = ckptd_json("status", "--socket", socket)
         assert status["pid"] == process.pid
-        assert f"process {process.pid} at {socket}" in ckptd("status", "--socket", socket).stdout
+        said = ckptd("status", "--socket", socket).stdout
+        assert f"process {process.pid} at {socket}" in said
+        assert f"nice {nice}, I/O idle; writes 500.0 MiB/s; verification 64.0 MiB/s; memory 1.0 GiB" in said
         found = ckptd_json("doctor", "--socket", socket)
+        assert any(finding["subject"] == "processors" for finding in found)
         assert any(f"process {process.pid}" in finding["message"] for finding in found)
         assert "drained" in ckptd("drain", "--deadline", 20, "--socket", socket).stdout
         assert process.wait(timeout=20) == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.daemon import memory
+from ckptd.daemon import cgroups, memory
 from ckptd.limits import GIB, MIB
 
 OWN = {"v2": "0::/slice/job\n", "v1": "5:cpu:/elsewhere\n4:memory,hugetlb:/slice/job\n0::/\n"}
@@ -27,8 +27,8 @@ def cgroup(root: Path, version: str, where: str, *, limit: int | None, used: int
 def test_the_tightest_cgroup_decides(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tmp_path / "own"
     own.write_text(OWN[version])
-    monkeypatch.setattr(memory, "OWN_CGROUPS", own)
-    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(cgroups, "OWN_CGROUPS", own)
+    monkeypatch.setattr(cgroups, "CGROUPS", tmp_path)
     unlimited = memory.headroom_bytes()
     assert unlimited > 0
     cgroup(tmp_path, version, "slice/job", limit=None, used=5 * GIB, cache=0)

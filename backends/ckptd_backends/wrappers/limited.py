@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Iterable
 
-from ckptd.errors import ConfigError
 from ckptd.limits import KIB, MIB
+from ckptd.pace import Pace
 from ckptd.storage import Backend, ObjectInfo, Source
 from ckptd_backends.sources import Part, byte_view, parts_of, source_of, stored
 from ckptd_backends.wrappers.base import Wrapper
@@ -17,21 +16,6 @@ GRANULE_SECONDS = 0.25
 """How much of the rate goes out, or comes in, in one go."""
 GRANULE_BYTES_MIN = 64 * KIB
 GRANULE_BYTES_MAX = 16 * MIB
-
-
-class Pace:
-    """A token bucket without a bucket: bytes are paid for in time before they go, and idle time earns nothing."""
-
-    def __init__(self, bytes_per_second: float) -> None:
-        if bytes_per_second <= 0:
-            raise ConfigError("a bandwidth limit must be above zero", hint="leave it out for no limit")
-        self.bytes_per_second = bytes_per_second
-        self._free_at = 0.0
-
-    async def pay(self, size: int) -> None:
-        """Wait until ``size`` bytes are paid for; callers are served in the order in which they come."""
-        self._free_at = max(self._free_at, time.monotonic()) + size / self.bytes_per_second
-        await asyncio.sleep(self._free_at - time.monotonic())
 
 
 class _Paced:
@@ -57,7 +41,8 @@ class _Paced:
 
 
 class Limited(Wrapper):
-    """At most ``operations_max`` operations at once, ``up_bytes_per_second`` written, ``down_bytes_per_second`` read.
+    """At most ``operations_max`` operations at once; what is written pays ``up``, and what is read ``down``, which
+    others may pay too.
 
     ``None`` is no limit. Uploads are paced part by part, so one part is the largest burst: choose the backend's
     ``part_bytes`` accordingly. Downloads are cut into granules of a quarter of a second.
@@ -68,13 +53,13 @@ class Limited(Wrapper):
         inner: Backend,
         *,
         operations_max: int | None = None,
-        up_bytes_per_second: float | None = None,
-        down_bytes_per_second: float | None = None,
+        up: Pace | None = None,
+        down: Pace | None = None,
     ) -> None:
         super().__init__(inner)
         self._gate = asyncio.Semaphore(operations_max) if operations_max else contextlib.nullcontext()
-        self._up = Pace(up_bytes_per_second) if up_bytes_per_second else None
-        self._down = Pace(down_bytes_per_second) if down_bytes_per_second else None
+        self._up = up
+        self._down = down
 
     async def put(self, key: str, data: bytes | memoryview | Source, *, if_absent: bool = False) -> ObjectInfo:
         paced = _Paced(source_of(data), self._up) if self._up else data

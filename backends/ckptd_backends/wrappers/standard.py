@@ -13,7 +13,7 @@ def standard(backend: Backend, limits: Limits) -> Backend:
     limited = Limited(
         Traced(backend),
         operations_max=limits.operations_max,
-        up_bytes_per_second=limits.up_bytes_per_second,
-        down_bytes_per_second=limits.down_bytes_per_second,
+        up=limits.up,
+        down=limits.down,
     )
     return Retrying(limited)
