@@ -10,30 +10,21 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from ckptd.checkpoint.keep import Keep
 from ckptd.checkpoint.selectors import Selector
 from ckptd.checkpoint.trial import Loader
-from ckptd.errors import (
-    CkptdError,
-    ConfigError,
-    DeadlineExceeded,
-    SaveError,
-    SaveSkipped,
-    StateError,
-    UsageError,
-    first_line,
-)
+from ckptd.errors import CkptdError, ConfigError, StateError, UsageError
 from ckptd.format.keys import Version
 from ckptd.format.records import metrics_for_record
 from ckptd.pulse.page import Phase
 from ckptd.pulse.pulse import PhaseName, phase_named
 from ckptd.wire import messages
 from ckptd.wire.channel import default_socket
-from ckptd.wire.messages import Hello, Skip
+from ckptd.wire.messages import Hello
 from ckptd_client import leaving, stopping
 from ckptd_client.agreement import open_agreement
 from ckptd_client.capture import Placement, State
@@ -45,7 +36,8 @@ from ckptd_client.link import DaemonLink
 from ckptd_client.restore import Restorer
 from ckptd_client.restored import Restored, Wish
 from ckptd_client.resume import resumed
-from ckptd_client.save import Save, as_save_error
+from ckptd_client.save import Save
+from ckptd_client.saving import OnError, OnFull, Saving
 from ckptd_client.schedule import Appointments, Schedule
 from ckptd_client.settings import check_settings, check_step, declared, to_be_finite
 from ckptd_client.snapshots import Snapshots, planned_or_refused
@@ -53,12 +45,6 @@ from ckptd_client.staging.stager import Check, Stager
 from ckptd_client.supply import ArenaSupply
 from ckptd_client.tiers import Url, as_tiers, check_furthest, find_shared, of_hello, roots_of
 from ckptd_client.topology import Topology, node_id, number_nodes
-
-OnFull = Literal["wait", "skip", "fail"]
-OnError = Literal["log", "raise"]
-
-DOC_BYTES_SPARE = 65536
-"""Of a snapshot's record beyond its layout and state tree."""
 
 _log = logging.getLogger("ckptd")
 
@@ -134,9 +120,7 @@ class Checkpointer:
         """
         check_settings(every_steps, every, slots, max_wait, verify_load_every)
         stopping.listen(stop_on)
-        self._on_full: OnFull = on_full
         self._on_error: OnError = on_error
-        self._max_wait = max_wait
         self._takeover = takeover
         topology = Topology.detect(rank, world, launch)
         self._rank, self._world = topology.rank, topology.world
@@ -161,11 +145,11 @@ class Checkpointer:
         self._snapshots = Snapshots(
             self._state, planned, self._supply, self._stager, self._rank, self._world, check_replicas=check_replicas
         )
-        appointments = Appointments(self._agreement.store, self._rank, self._world, self._skip_missed, stopping.asked)
+        self._saving = Saving(
+            self._snapshots, self._handles, self._link, self._rank, on_full=on_full, max_wait=max_wait
+        )
+        appointments = Appointments(self._agreement.store, self._rank, self._world, self._saving.missed, stopping.asked)
         self._schedule = Schedule(every_steps, every, appointments, self._rank)
-        self._life: Life | None = None
-        self._boundary_step: int | None = None
-        self._deferred: list[tuple[Save, dict[str, float | None]]] = []
         self._closed = False
         self._pid = os.getpid()
         leaving.opened(self)
@@ -254,7 +238,7 @@ class Checkpointer:
         and the store's own error where it cannot tell.
         """
         self._check_open()
-        if self._life is not None:
+        if self._saving.life is not None:
             raise UsageError("restore() comes before the first save, and once")
         step = resumed(step, self._agreement, self._roots, self._supply.await_idle)
         fresh = step == 0
@@ -275,9 +259,7 @@ class Checkpointer:
             restorer = Restorer(self._state, self._agreement, self._roots, self._supply, self._scratch, wish)
             with self._link.pulse.phase(Phase.RESTORE), collecting_later():
                 restored = restorer.restore()
-        self._open_life(restored.version, fresh=fresh)
-        assert self._life is not None
-        restored.generation = self._life.generation
+        restored.generation = self._open_life(restored.version, fresh=fresh).generation
         self._supply.settle(self._snapshots.slot_bytes_expected())
         return restored
 
@@ -286,11 +268,12 @@ class Checkpointer:
         return None if ring is None else ring.scratch(size_bytes)
 
     def _open_life(self, opened_from: Version | None, *, fresh: bool) -> Life:
-        if self._life is None:
+        life = self._saving.life
+        if life is None:
             opening = Opening(self._launch, self._world, opened_from, fresh, self._takeover)
-            self._life = open_life(self._agreement, self._roots, self._claim, opening)
-            self._link.pulse.opened(self._life.generation)
-        return self._life
+            life = self._saving.life = open_life(self._agreement, self._roots, self._claim, opening)
+            self._link.pulse.opened(life.generation)
+        return life
 
     # Saving
 
@@ -305,17 +288,13 @@ class Checkpointer:
         """
         self._check_open()
         check_step(step)
-        self._report_failures()
+        self._saving.report_failures(self._on_error)
         due = self._schedule.due(step)
         numbers = metrics_for_record(metrics)
         self._link.pulse.step(step, numbers.get("loss"), numbers.get("grad_norm"))
-        if self._snapshots.boundary.crossed():
-            self._boundary_step = step
-            self._snapshots.boundary_passed()
-            for deferred, kept_metrics in self._take_deferred():
-                self._save_now(deferred, step, kept_metrics)
+        self._saving.stepped(step)
         save = self._request(step, "due", numbers) if due else None
-        if self._schedule.appointments.stops(step) and not self._deferred:
+        if self._schedule.appointments.stops(step) and not self._saving.any_deferred:
             self.fence()
             raise stopping.Stopped(step)
         return save
@@ -347,59 +326,8 @@ class Checkpointer:
             raise save.error
         return save
 
-    def _request(self, step: int, reason: str, metrics: dict[str, float | None], **kinds: bool) -> Save:
-        life = self._open_life(None, fresh=False)
-        known = self._handles.get(Version(step, life.generation))
-        if known is not None:
-            return known
-        save = Save(Version(step, life.generation), reason, **kinds)
-        self._handles.add(save)
-        if self._at_boundary(step):
-            self._save_now(save, step, metrics)
-        else:
-            save.defer()
-            self._deferred.append((save, metrics))
-        return save
-
-    def _at_boundary(self, step: int) -> bool:
-        return step == self._boundary_step or self._snapshots.boundary.crossed()
-
-    def _take_deferred(self) -> list[tuple[Save, dict[str, float | None]]]:
-        deferred, self._deferred = self._deferred, []
-        return deferred
-
-    def _save_now(self, save: Save, step: int, metrics: Mapping[str, float | None]) -> None:
-        assert self._life is not None
-        save.begin(step)
-        self._handles.add(save)
-        try:
-            with self._link.pulse.phase(Phase.SAVE):
-                self._snapshots.take(save, self._life, metrics, wait_seconds=self._wait_seconds())
-        except BaseException as error:
-            self._give_up(save, error)
-            if not isinstance(error, Exception):  # Ctrl-C; any other failure of a save is no reason to end the training
-                raise
-
-    def _wait_seconds(self) -> float:
-        return self._max_wait if self._on_full == "wait" else 0.0
-
-    def _give_up(self, save: Save, error: BaseException) -> None:
-        """The step is not saved by this rank; the others are told, and let go."""
-        reason = first_line(error)
-        if isinstance(error, DeadlineExceeded):  # no slot became free
-            error = SaveError(reason) if self._on_full == "fail" else SaveSkipped(reason)
-        save.fail(error if isinstance(error, StateError) else as_save_error(error))
-        self._handles.report(save)
-        self._tell_skip(save.step, reason)
-
-    def _tell_skip(self, step: int, reason: str) -> None:
-        if self._life is not None:
-            life = self._life
-            self._link.tell(Skip(step=step, generation=life.generation, run=life.run, reason=reason[:1000]))
-
-    def _skip_missed(self, step: int) -> None:
-        """On the appointments' thread: the others save a step that this rank has passed."""
-        self._tell_skip(step, f"rank {self._rank} heard of the appointment after it had passed step {step}")
+    def _request(self, step: int, reason: str, metrics: Mapping[str, float | None], **kinds: bool) -> Save:
+        return self._saving.request(self._open_life(None, fresh=False), step, reason, metrics, **kinds)
 
     def fence(self) -> None:
         """Wait until no copy is in flight, before parameters or optimizer state are changed by something that torch's
@@ -431,12 +359,6 @@ class Checkpointer:
         self._check_open()
         return self._link.pulse.phase(*phase_named(name, limit_seconds))
 
-    def _report_failures(self) -> None:
-        for save in self._handles.take_unreported():
-            _log.error("the save of step %d failed: %s", save.step, save.error)
-            if self._on_error == "raise" and save.error is not None:
-                raise save.error
-
     # Ending
 
     def _check_open(self) -> None:
@@ -453,8 +375,7 @@ class Checkpointer:
         """
         if self._closed:
             return
-        for save, _ in self._take_deferred():
-            self._give_up(save, SaveSkipped(f"no boundary came after step {save.step} was asked for"))
+        self._saving.give_up_deferred()
         try:
             self.flush(timeout)
         finally:
