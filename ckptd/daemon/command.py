@@ -20,6 +20,7 @@ from ckptd.limits import (
     HANG_SAVE_SECONDS,
     HEALTH_SECONDS,
     IDLE_EXIT_SECONDS,
+    LOG_WRITE_SECONDS,
     MIB,
     RETENTION_GRACE_SECONDS,
     VERIFY_BYTES_PER_SECOND,
@@ -52,6 +53,9 @@ def daemon(
     verify_delay: Annotated[
         float, typer.Option(help="Seconds after a commit before it is read again.", min=0)
     ] = VERIFY_DELAY_SECONDS,
+    log_write: Annotated[
+        float, typer.Option(help="Seconds that rows of a training log wait at most before they are stored.", min=0)
+    ] = LOG_WRITE_SECONDS,
     on_hang: Annotated[
         str, typer.Option(help="What to do about a hang: any of notify, dump, end, with commas; or nothing.")
     ] = "notify,dump",
@@ -96,6 +100,7 @@ def daemon(
         retention_grace_seconds=retention_grace,
         verify_bytes_per_second=int(verify_bandwidth * MIB) or None,
         verify_delay_seconds=verify_delay,
+        log_write_seconds=log_write,
         watch=watch_rules(
             on_hang,
             dry_run=hang_dry_run,

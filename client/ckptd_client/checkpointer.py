@@ -20,6 +20,7 @@ from ckptd.checkpoint.trial import Loader
 from ckptd.errors import CkptdError, ConfigError, StateError, UsageError
 from ckptd.format.keys import Version
 from ckptd.format.records import metrics_for_record
+from ckptd.pulse.loss_rules import LossRules, OnBadLoss
 from ckptd.pulse.page import Phase
 from ckptd.pulse.pulse import PhaseName, phase_named
 from ckptd.wire import messages
@@ -33,13 +34,14 @@ from ckptd_client.collecting import collecting_later
 from ckptd_client.generation import Life, Opening, WriterClaim, open_life
 from ckptd_client.handles import Handles
 from ckptd_client.link import DaemonLink
+from ckptd_client.progress import Progress
 from ckptd_client.restore import Restorer
 from ckptd_client.restored import Restored, Wish
 from ckptd_client.resume import resumed
 from ckptd_client.save import Save
 from ckptd_client.saving import OnError, OnFull, Saving
 from ckptd_client.schedule import Appointments, Schedule
-from ckptd_client.settings import check_settings, check_step, declared, to_be_finite
+from ckptd_client.settings import LogRanks, check_log, check_settings, check_step, declared, to_be_finite
 from ckptd_client.snapshots import Snapshots, planned_or_refused
 from ckptd_client.staging.stager import Check, Stager
 from ckptd_client.supply import ArenaSupply
@@ -80,6 +82,11 @@ class Checkpointer:
     ``module:function``; of each ``verify_load_every`` commits the daemon has one loaded by it, in a process of its own,
     as ``function(url, checkpoint, storage_options)``; one for which it raises is marked suspect.
     ``incremental``: what is unchanged since an older checkpoint is not stored again; that one stays while it is needed.
+
+    ``log_ranks``: whose steps are in the training log, see :meth:`step`: the ``"first"`` rank's, those of ``"all"``, or
+    of ``"none"``. ``on_bad_loss``: where the loss is not finite or spikes, by ``loss_rules``, ``"alert"`` people;
+    ``"pin"`` the last checkpoint from before as well; or ``"go_back"`` to it, which marks the later ones unhealthy and
+    kills the trainers of this node, for their launcher to start them anew.
     """
 
     def __init__(
@@ -103,6 +110,9 @@ class Checkpointer:
         verify_load: str | None = None,
         verify_load_every: int = 10,
         incremental: bool = True,
+        log_ranks: LogRanks = "first",
+        on_bad_loss: OnBadLoss = "pin",
+        loss_rules: LossRules | None = None,
         socket: str | Path | None = None,
         storage_options: Mapping[str, Any] | None = None,
         on_error: OnError = "log",
@@ -119,6 +129,7 @@ class Checkpointer:
         :class:`ckptd.errors.DaemonError`, :class:`ckptd.errors.RunInUse`; nothing was written then.
         """
         check_settings(every_steps, every, slots, max_wait, verify_load_every)
+        check_log(log_ranks, on_bad_loss)
         stopping.listen(stop_on)
         self._on_error: OnError = on_error
         self._takeover = takeover
@@ -130,6 +141,9 @@ class Checkpointer:
         self._loader = None if verify_load is None else Loader.here(verify_load)
         self._load_every = verify_load_every
         self._incremental = incremental
+        self._on_bad_loss: OnBadLoss = on_bad_loss
+        self._loss_rules = loss_rules or LossRules()
+        self._logs = log_ranks == "all" or (log_ranks == "first" and self._rank == 0)
         finite = to_be_finite(check_finite)
         self._tiers = as_tiers(url, keep, storage_options)
         check_furthest(self._tiers, self._world)
@@ -150,6 +164,7 @@ class Checkpointer:
         )
         appointments = Appointments(self._agreement.store, self._rank, self._world, self._saving.missed, stopping.asked)
         self._schedule = Schedule(every_steps, every, appointments, self._rank)
+        self._progress = Progress(self._link.pulse)
         self._closed = False
         self._pid = os.getpid()
         leaving.opened(self)
@@ -168,7 +183,7 @@ class Checkpointer:
         self._launch = roots[0].launch
 
     def _connect(self, path: Path, slots: int, *, start_daemon: bool) -> None:
-        self._link = DaemonLink(path, self._hello(), start_daemon=start_daemon)
+        self._link = DaemonLink(path, self._hello(), start_daemon=start_daemon, logs=self._logs)
         self._supply = ArenaSupply(self._link, slots=slots)
         self._handles = Handles(slot_freed=self._supply.wake)
         self._link.open(
@@ -188,6 +203,8 @@ class Checkpointer:
             loader=None if self._loader is None else msgspec.to_builtins(self._loader),
             load_every=self._load_every,
             incremental=self._incremental,
+            on_bad_loss=self._on_bad_loss,
+            loss_rules=msgspec.to_builtins(self._loss_rules),
         )
 
     def _nodes(self, socket: Path) -> tuple[int, ...]:
@@ -279,8 +296,9 @@ class Checkpointer:
 
     def step(self, step: int, **metrics: Any) -> Save | None:
         """To be called once after each optimizer step (scheduler and averages included): reports progress, and saves
-        when a save is due. ``metrics``: numbers such as ``loss`` and ``grad_norm``; tensors are read, which waits for
-        their device.
+        when a save is due. ``metrics``: numbers such as ``loss``, ``grad_norm`` and ``tokens``, for the training log.
+        Tensors of one number on a CUDA device are logged as soon as they have been copied from there, mostly at the
+        next step; nothing waits for that, unless a save is due. On any other device they are read at once.
 
         Returns the handle of a save, or ``None``. Never raises for a save that failed, unless ``on_error="raise"``.
         Raises :class:`ckptd_client.Stopped`, a ``SystemExit``, on all ranks at the same step, after a last save, where
@@ -290,8 +308,7 @@ class Checkpointer:
         check_step(step)
         self._saving.report_failures(self._on_error)
         due = self._schedule.due(step)
-        numbers = metrics_for_record(metrics)
-        self._link.pulse.step(step, numbers.get("loss"), numbers.get("grad_norm"))
+        numbers = self._progress.step(step, metrics, due=due)
         self._saving.stepped(step)
         save = self._request(step, "due", numbers) if due else None
         if self._schedule.appointments.stops(step) and not self._saving.any_deferred:
@@ -386,6 +403,7 @@ class Checkpointer:
 
     def _end(self) -> None:
         self._closed = True
+        self._progress.close()
         leaving.closed(self)
         self._snapshots.fence.close()
         self._stager.close()
@@ -397,6 +415,7 @@ class Checkpointer:
     def abandon(self) -> None:
         """At the interpreter's exit without :meth:`close`: seal what is being copied; the daemon does the rest."""
         if not self._closed:
+            self._progress.close()
             self._stager.wait()
 
     def forget(self) -> None:
