@@ -61,6 +61,7 @@ def print_status(status: dict[str, Any]) -> None:
         if made["error"] or made["failed"]:
             why = made["error"] or f"{made['failed']} checkpoints could not be deleted"
             out.print(f"retention at {made['tier']}: {why}", style="red")
+    _print_logs(status.get("logs"))
     _print_watch(status["watch"])
     _print_findings(status.get("health"))
     for url, version in status["committed"].items():
@@ -70,6 +71,17 @@ def print_status(status: dict[str, Any]) -> None:
             f"failed: {failure['version']} rank {failure['rank']} while {failure['stage']}: {failure['error']}",
             style="red",
         )
+
+
+def _print_logs(logs: dict[str, Any] | None) -> None:
+    """What is wrong with training logs; a daemon of an older release tells nothing."""
+    for life in logs["listed"] if logs else ():
+        whose = f"training log of {life['run']}, rank {life['rank']}"
+        if life["lost"]:
+            console().print(f"{whose}: {life['lost']} steps were lost before they were read", style="yellow")
+        for tier in life["tiers"]:
+            if tier["error"]:
+                console().print(f"{whose}: not stored at {tier['tier']}: {tier['error']}", style="red")
 
 
 def _print_findings(health: dict[str, Any] | None) -> None:
