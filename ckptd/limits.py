@@ -169,5 +169,7 @@ LATE_ROWS_MAX = 8
 """Rows that wait for figures from a GPU; with more, the training waits for the oldest."""
 LOSS_WINDOW_MAX = 10_000
 """Steps that a rule about the loss may look back: they are sorted for each step."""
+BAD_LOSS_PINS_MAX = 5
+"""Checkpoints of one run that a bad loss may have pinned, as far as a daemon remembers: pins are for good."""
 GO_BACKS_MAX = 3
 """A bad loss makes one run go back so often, as far as a daemon remembers; after that, people are told."""

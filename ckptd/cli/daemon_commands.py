@@ -77,9 +77,9 @@ def _print_logs(logs: dict[str, Any] | None) -> None:
     """What is wrong with training logs; a daemon of an older release tells nothing."""
     for life in logs["listed"] if logs else ():
         whose = f"training log of {life['run']}, rank {life['rank']}"
-        if life["lost"]:
-            console().print(f"{whose}: {life['lost']} steps were lost before they were read", style="yellow")
         for tier in life["tiers"]:
+            if tier["lost"]:
+                console().print(f"{whose}: {tier['lost']} steps are lost for {tier['tier']}", style="yellow")
             if tier["error"]:
                 console().print(f"{whose}: not stored at {tier['tier']}: {tier['error']}", style="red")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from ckptd.daemon.watch.ending import end
 from ckptd.daemon.watch.watched import Watched
 from ckptd.errors import first_line
 from ckptd.format.keys import Version
-from ckptd.limits import COMMIT_SECONDS, GO_BACKS_MAX
+from ckptd.limits import BAD_LOSS_PINS_MAX, COMMIT_SECONDS, GO_BACKS_MAX
 from ckptd.pulse.loss_rules import BadLoss, LossJudge
 from ckptd.pulse.rows import Row
 from ckptd.storage import Backend
@@ -50,6 +50,9 @@ class BadLosses:
         self._judges: WeakKeyDictionary[Owner, LossJudge] = WeakKeyDictionary()
         self._gone_back: Counter[str] = Counter()
         """Run → how often."""
+        self._pinned: defaultdict[str, set[Version]] = defaultdict(set)
+        """Run → what was pinned."""
+        self._acting: Counter[Owner] = Counter()
         self._going_back: set[tuple[str, int]] = set()
         """Runs and generations that are."""
 
@@ -64,6 +67,10 @@ class BadLosses:
             for bad in judge.hear(row.step, row.values):
                 self._spawn(self._act(owner, generation, bad), f"bad loss of {owner.seat}")
 
+    def busy_owners(self) -> set[Owner]:
+        """Whose stores are in use."""
+        return set(self._acting)
+
     async def _act(self, owner: Owner, generation: int, bad: BadLoss) -> None:
         since = f", and it has been bad since step {bad.first_step}" if bad.step != bad.first_step else ""
         found = f"at step {bad.step} {bad.what}{since}"
@@ -71,16 +78,23 @@ class BadLosses:
         say("error", found)  # before anything that may take time
         if owner.on_bad_loss == "alert" or not generation:
             return
+        if len(self._pinned[owner.seat.url]) >= BAD_LOSS_PINS_MAX:
+            say("warning", f"{BAD_LOSS_PINS_MAX} checkpoints have been pinned for that already, and no more are")
+            return
+        self._acting[owner] += 1
         try:
             version = await pin_before(_backends(owner), generation, bad.first_step, by=_by(), reason=found)
             if version is None:
                 say("warning", f"no good checkpoint from before step {bad.first_step} is committed")
                 return
+            self._pinned[owner.seat.url].add(version)
             say("warning", f"pinned step {spoken(version)}, the last good one from before step {bad.first_step}")
             if owner.on_bad_loss == "go_back":
                 await self._go_back(owner, generation, bad.first_step, version, found)
         except Exception as error:
             say("error", f"nothing could be done about it: {first_line(error)}")
+        finally:
+            self._acting -= Counter([owner])
 
     def _say(self, owner: Owner, generation: int, level: Level, message: str) -> None:
         self._tell(

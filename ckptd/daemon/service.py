@@ -82,10 +82,12 @@ class Service:
         self.saves = Saves(self.tasks, commits, tally, self.replication, self.arenas, bases)
         self.monitor = Monitor(settings.health_seconds)
         self.watch = Watchdog(settings.watch, settings.state_path, self._works_for, self.monitor.latest, self.tasks)
-        bad_losses = BadLosses(
+        self.bad_losses = BadLosses(
             self.tasks.spawn, self.watch.alerts.raise_, self._versions_under_way, self.watch.of_start
         )
-        self.logs = TrainingLogs(self.tasks.spawn, tally.committed.get, bad_losses.hear, settings.log_write_seconds)
+        self.logs = TrainingLogs(
+            self.tasks.spawn, tally.committed.get, self.bad_losses.hear, settings.log_write_seconds
+        )
         self._webhook = None if settings.webhook is None else Webhook(settings.webhook)
         if self._webhook is not None:
             self.watch.alerts.sinks.append(self._webhook)
@@ -161,7 +163,7 @@ class Service:
         self.arenas.sweep()
         self.replication.tidy()
         busy = {held.owner for held in self.arenas.all()} | self.saves.busy_owners() | self.replication.busy_owners()
-        busy |= self.logs.busy_owners()
+        busy |= self.logs.busy_owners() | self.bad_losses.busy_owners()
         for owner in [owner for owner in self._owners if not owner.connected and owner not in busy]:
             owner.process.close()
             self._owners.discard(owner)

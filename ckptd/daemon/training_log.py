@@ -29,8 +29,6 @@ class LoggedLife:
         self.generation = 0
         self.read = 0
         """The number up to which rows were read, or lost."""
-        self.lost = 0
-        """Rows that the trainer's memory had lost before they were read."""
         self.refused = 0
         """Columns that there was no room for."""
         self.over_seconds: float | None = None
@@ -46,7 +44,6 @@ class LoggedLife:
         found = self._rows.since(self.read)
         self.generation, self.refused = self._rows.generation, self._rows.refused
         if found:
-            self.lost += found[-1].number - self.read - len(found)
             self.read = found[-1].number
             self.waiting.add(found)
         return found
@@ -197,7 +194,6 @@ class TrainingLogs:
                 "rank": life.owner.seat.rank,
                 "generation": life.generation,
                 "rows": life.read,
-                "lost": life.lost,
                 "columns_refused": life.refused,
                 "tiers": [
                     {
