@@ -6,7 +6,7 @@ import csv
 import importlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -119,7 +119,7 @@ def _batches(rows: Iterable[LoggedStep]) -> Iterator[list[LoggedStep]]:
 
 
 @contextmanager
-def _replaced(path: Path) -> Iterator[Path]:
+def _replaced(path: Path) -> Generator[Path]:
     """A file to write, which takes the place of ``path`` in the end."""
     fresh = path.with_name(f"{path.name}.new-{os.getpid()}")
     try:

@@ -60,12 +60,12 @@ class Pulse:
 
     def parts(self) -> list[tuple[Part, int]]:
         """What the daemon needs, each with its descriptor, in this order."""
-        parts: list[tuple[Part, int]] = []
-        if (levers := self._levers) is not None:
-            parts += [("stacks", levers.stacks), ("dump", levers.dump), ("end", levers.end)]
+        parts: list[tuple[Part, int]] = [("page", self._fd)]
         if self._rows is not None:
-            parts.append(("rows", self._rows_fd))
-        return [*parts, ("page", self._fd)]
+            parts.insert(0, ("rows", self._rows_fd))
+        if (levers := self._levers) is None:
+            return parts
+        return [("stacks", levers.stacks), ("dump", levers.dump), ("end", levers.end), *parts]
 
     @property
     def dump_signal(self) -> int:

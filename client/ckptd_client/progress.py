@@ -41,13 +41,13 @@ class FromGpu:
         self._copies = {name: tensor.detach().to("cpu", non_blocking=True) for name, tensor in tensors.items()}
         self._events: list[torch.cuda.Event] = []
         for device in {tensor.device for tensor in tensors.values()}:
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))
             self._events.append(event)
 
     @property
     def there(self) -> bool:
-        return all(event.query() for event in self._events)
+        return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
 
     def numbers(self) -> dict[str, float]:
         """As :meth:`Late.numbers`."""
