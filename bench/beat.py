@@ -1,4 +1,4 @@
-"""``python -m bench.beat``: what it costs a training step to be watched."""
+"""``python -m bench.beat``: what it costs a training step to be watched, and logged."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from ckptd.pulse import Phase, Pulse
+from ckptd_client.progress import Progress
 
 TURNS = 200
 CALLS = 2000
@@ -33,7 +34,21 @@ def main() -> None:
         with pulse.phase(Phase.EVAL):
             pass
 
-    for name, call in (("step", step), ("phase, begin and end", phase)):
+    progress = Progress(pulse)
+    metrics = {f"metric {number}": 1.5 for number in range(6)}
+
+    def logged(number: int) -> None:
+        progress.step(number, {"loss": 1.5, "grad_norm": 0.5, "tokens": number}, due=False)
+
+    def logged_much(number: int) -> None:
+        progress.step(number, {"loss": 1.5, "grad_norm": 0.5, **metrics}, due=False)
+
+    for name, call in (
+        ("step", step),
+        ("step, with a row of 3", logged),
+        ("step, with a row of 8", logged_much),
+        ("phase, begin and end", phase),
+    ):
         turns = each_microseconds(call)
         print(f"{name}: best {turns[0]:.2f} µs, median {turns[TURNS // 2]:.2f} µs, worst {turns[-1]:.2f} µs")
     pulse.close()

@@ -158,3 +158,29 @@ LIVES_KEPT = 1024
 """Trainers that have ended of which a daemon can tell how far they came."""
 LEARNED_RUNS_KEPT = 256
 """Runs whose learned limits a daemon keeps; the oldest go."""
+
+# The training log
+
+LOG_COLUMNS_MAX = 64
+"""Named figures of one trainer; further names are dropped, counted, and warned of once."""
+LOG_NAME_BYTES_MAX = 63
+"""Of a column, in UTF-8."""
+LOG_RING_ROWS = 4096
+"""Rows that a trainer's memory holds, for a daemon that is slow or away."""
+LOG_READ_SECONDS = 1.0
+"""How often a daemon takes new rows out of a trainer's memory."""
+LOG_WRITE_SECONDS = 30.0
+"""So long may rows wait before they are stored; a commit, the end of a trainer and a drain store them at once."""
+LOG_SEGMENT_ROWS_MAX = 1024
+LOG_SEGMENT_BYTES_MAX = 4 * MIB
+"""Of an encoded segment: with all columns, each figure as long as can be, it has less than half of that."""
+LOG_WAITING_ROWS_MAX = 16_384
+"""Of one trainer that a daemon holds while a store does not take them; beyond, the oldest are lost, and counted."""
+LATE_ROWS_MAX = 8
+"""Rows that wait for figures from a GPU; with more, the training waits for the oldest."""
+LOSS_WINDOW_MAX = 10_000
+"""Steps that a rule about the loss may look back: they are sorted for each step."""
+BAD_LOSS_PINS_MAX = 5
+"""Checkpoints of one run that a bad loss may have pinned, as far as a daemon remembers: pins are for good."""
+GO_BACKS_MAX = 3
+"""A bad loss makes one run go back so often, as far as a daemon remembers; after that, people are told."""

@@ -52,7 +52,7 @@ def test_api_page_runs(finished_run: Path) -> None:
 @pytest.mark.parametrize("finished_run", ["README.md"], indirect=True)
 def test_code_and_commands_run(finished_run: Path) -> None:
     commands = [line.split("#")[0].split()[1:] for line in README.splitlines() if line.startswith("ckptd ")]
-    assert [argv[0] for argv in commands] == ["ls", "verify", "prune", "export", "doctor", "status"]
+    assert [argv[0] for argv in commands] == ["ls", "verify", "prune", "export", "log", "doctor", "status"]
     for argv in commands:
         url = "checkpoints/first"  # no bucket of that name is here
         _run(

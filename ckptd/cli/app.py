@@ -10,6 +10,7 @@ from ckptd import __version__
 from ckptd.cli import (
     daemon_commands,
     doctor_command,
+    log_command,
     plan_command,
     preflight_command,
     prune_commands,
@@ -36,6 +37,7 @@ app.command("export")(storage_commands.export)
 app.command("prune")(prune_commands.prune)
 app.command("pin")(prune_commands.pin)
 app.command("unpin")(prune_commands.unpin)
+app.command("log")(log_command.log)
 app.command("plan")(plan_command.plan)
 app.command("doctor")(doctor_command.doctor)
 app.command("preflight")(preflight_command.preflight)

@@ -62,6 +62,7 @@ def print_status(status: dict[str, Any]) -> None:
         if made["error"] or made["failed"]:
             why = made["error"] or f"{made['failed']} checkpoints could not be deleted"
             out.print(f"retention at {made['tier']}: {why}", style="red")
+    _print_logs(status.get("logs"))
     _print_watch(status["watch"])
     _print_findings(status.get("health"))
     for url, version in status["committed"].items():
@@ -91,6 +92,17 @@ def _print_budgets(budgets: dict[str, Any] | None) -> None:
     if budgets["memory_bytes"] is not None:
         said.append(f"memory {size(budgets['memory_bytes'])}")
     console().print(f"budgets: {'; '.join(said)}")
+
+
+def _print_logs(logs: dict[str, Any] | None) -> None:
+    """What is wrong with training logs; a daemon of an older release tells nothing."""
+    for life in logs["listed"] if logs else ():
+        whose = f"training log of {life['run']}, rank {life['rank']}"
+        for tier in life["tiers"]:
+            if tier["lost"]:
+                console().print(f"{whose}: {tier['lost']} steps are lost for {tier['tier']}", style="yellow")
+            if tier["error"]:
+                console().print(f"{whose}: not stored at {tier['tier']}: {tier['error']}", style="red")
 
 
 def _print_findings(health: dict[str, Any] | None) -> None:

@@ -23,6 +23,7 @@ from ckptd.limits import (
     HEALTH_SECONDS,
     IDLE_EXIT_SECONDS,
     IO_THREADS_PER_PROCESSOR,
+    LOG_WRITE_SECONDS,
     MIB,
     REQUESTS_INFLIGHT,
     RETENTION_GRACE_SECONDS,
@@ -103,6 +104,9 @@ def daemon(
     verify_delay: Annotated[
         float, _option(CHECKPOINTS, "Seconds after a commit before it is read again.", min=0)
     ] = VERIFY_DELAY_SECONDS,
+    log_write: Annotated[
+        float, _option(CHECKPOINTS, "Seconds that rows of a training log wait at most before they are stored.", min=0)
+    ] = LOG_WRITE_SECONDS,
     # Watching
     on_hang: Annotated[
         str,
@@ -157,6 +161,7 @@ def daemon(
         commit_takeover_seconds=commit_takeover,
         retention_grace_seconds=retention_grace,
         verify_delay_seconds=verify_delay,
+        log_write_seconds=log_write,
         watch=watch_rules(
             on_hang,
             dry_run=hang_dry_run,

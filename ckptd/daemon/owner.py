@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ckptd.checkpoint.trial import Loader
 from ckptd.daemon.tier import Exchange, Tier
 from ckptd.errors import UsageError
+from ckptd.pulse.loss_rules import LossRules, OnBadLoss
 from ckptd.storage import Backend
 from ckptd.wire.messages import Outgoing, TierOfRun
 
@@ -96,6 +97,8 @@ class Owner:
     """Of so many commits, one is loaded."""
     incremental: bool = True
     """What is unchanged since an older checkpoint is referred to and not stored again."""
+    on_bad_loss: OnBadLoss = "nothing"
+    loss_rules: LossRules = field(default_factory=LossRules, repr=False)
     send: Callable[[Outgoing], None] = field(repr=False)
     asked_tiers: tuple[TierOfRun, ...] = field(default=(), repr=False)
     """As it named them, to be opened again when it is gone. Secrets may be in here."""

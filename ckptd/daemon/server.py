@@ -74,6 +74,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
     door = _Door(service, listener)
     housekeeping = loop.create_task(_keep_house(service))
     service.tasks.spawn(service.watch.run(), "watchdog")
+    service.tasks.spawn(service.logs.run(), "training log")
     service.monitor.start()
     log.info("ckptd %s serves %s, process %d", __version__, settings.socket, os.getpid())
     web = None

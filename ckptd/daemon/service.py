@@ -11,6 +11,7 @@ from typing import Any
 
 from ckptd.checkpoint.doubt import doubt
 from ckptd.daemon.arenas import Arenas
+from ckptd.daemon.bad_loss import BadLosses
 from ckptd.daemon.bases import Bases
 from ckptd.daemon.commit import Patience
 from ckptd.daemon.commits import Commits
@@ -23,6 +24,7 @@ from ckptd.daemon.settings import Settings
 from ckptd.daemon.status import status_of
 from ckptd.daemon.stores import Stores, Use
 from ckptd.daemon.tasks import Tasks
+from ckptd.daemon.training_log import TrainingLogs
 from ckptd.daemon.triage import give_up
 from ckptd.daemon.verifying import Verifying
 from ckptd.daemon.watch.watchdog import Watchdog
@@ -38,6 +40,8 @@ from ckptd.wire.messages import Failed
 log = logging.getLogger(__name__)
 
 LOCAL = "file://"
+LOG_FLUSH_SECONDS = 5.0
+"""What a drain leaves the training log at least, however late it is."""
 TRIAGE_SECONDS = 0.5
 """How often a drain looks at what can still be done in time."""
 
@@ -81,6 +85,12 @@ class Service:
         )
         self.monitor = Monitor(settings.health_seconds)
         self.watch = Watchdog(settings.watch, settings.state_path, self._works_for, self.monitor.latest, self.tasks)
+        self.bad_losses = BadLosses(
+            self.tasks.spawn, self.watch.alerts.raise_, self._versions_under_way, self.watch.of_start
+        )
+        self.logs = TrainingLogs(
+            self.tasks.spawn, tally.committed.get, self.bad_losses.hear, settings.log_write_seconds
+        )
         self._webhook = None if settings.webhook is None else Webhook(settings.webhook)
         if self._webhook is not None:
             self.watch.alerts.sinks.append(self._webhook)
@@ -142,16 +152,21 @@ class Service:
         """Whether a snapshot that this trainer has sealed is not committed yet."""
         return any(save.owner.seat == owner.seat and save.fill.sealed for save in self.saves.under_way())
 
+    def _versions_under_way(self, url: str) -> set[Version]:
+        return {save.version for save in self.saves.under_way(url)}
+
     @property
     def idle(self) -> bool:
         """No clients and no work."""
-        return not self.sessions and not self.saves.under_way() and not self.replication.busy
+        working = self.saves.under_way() or self.replication.busy or self.logs.busy
+        return not self.sessions and not working
 
     async def tidy(self) -> None:
         """Give back what nobody needs any more: memory, connections, watches on processes."""
         self.arenas.sweep()
         self.replication.tidy()
         busy = {held.owner for held in self.arenas.all()} | self.saves.busy_owners() | self.replication.busy_owners()
+        busy |= self.logs.busy_owners() | self.bad_losses.busy_owners()
         for owner in [owner for owner in self._owners if not owner.connected and owner not in busy]:
             owner.process.close()
             self._owners.discard(owner)
@@ -201,6 +216,8 @@ class Service:
                 )
         finally:
             choosing.cancel()
+            for url in await self.logs.flush(max(until - time.monotonic(), LOG_FLUSH_SECONDS)):
+                log.error("%s: the newest rows of the training log are not stored", url)
             self.ending.set()
 
     async def _choose(self, until: float, given_up: dict[str, str]) -> None:
@@ -217,6 +234,7 @@ class Service:
             session.close()
         self.monitor.close()
         await self.tasks.cancel()
+        self.logs.close()
         if self._webhook is not None:
             await asyncio.to_thread(self._webhook.close)
         self.watch.close()

@@ -19,6 +19,7 @@ from ckptd.daemon.owner import Owner, PeerProcess, Seat
 from ckptd.errors import CkptdError, ConfigError, ProtocolError, UsageError, first_line
 from ckptd.format.keys import Version
 from ckptd.limits import OFFERS_MAX, TIERS_MAX
+from ckptd.pulse.loss_rules import LossRules
 from ckptd.wire.channel import Peer
 from ckptd.wire.messages import (
     PROTOCOL,
@@ -84,6 +85,7 @@ class Session:
             self.owner.connected = False
             self.owner.hung_up = self.connection.hung_up
             self.service.watch.left(self.owner)
+            self.service.logs.left(self.owner)
         else:
             self._process.close()
         self.service.left(self)
@@ -133,6 +135,8 @@ class Session:
             case Skip():
                 version = Version(message.step, message.generation)
                 self._spawn(saves.skip(owner, version, message.run, message.reason), "skip")
+            case HandWatched(part="rows") if fd is not None:
+                self.service.logs.take(owner, fd)
             case HandWatched() if fd is not None:
                 self.service.watch.take(owner, message.part, fd, message.signal)
             case HandArena() if fd is not None:
@@ -205,6 +209,8 @@ class Session:
                 loader=self._loader(hello),
                 load_every=hello.load_every,
                 incremental=hello.incremental,
+                on_bad_loss=hello.on_bad_loss,
+                loss_rules=_loss_rules(hello),
                 asked_tiers=hello.tiers,
             )
             self.service.seat(owner, takeover=hello.takeover)
@@ -271,3 +277,10 @@ class Session:
     async def _await_idle(self, owner: Owner, request: AwaitIdle) -> tuple[Outgoing, int | None]:
         await self.service.saves.idle(owner.seat.url, request.deadline_seconds)
         return Done(request=request.request), None
+
+
+def _loss_rules(hello: Hello) -> LossRules:
+    try:
+        return msgspec.convert(hello.loss_rules, LossRules)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"loss_rules: {error}") from None

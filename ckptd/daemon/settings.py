@@ -11,6 +11,7 @@ from ckptd.limits import (
     COMMIT_SECONDS,
     COMMIT_TAKEOVER_SECONDS,
     HEALTH_SECONDS,
+    LOG_WRITE_SECONDS,
     RETENTION_GRACE_SECONDS,
     VERIFY_DELAY_SECONDS,
 )
@@ -39,6 +40,8 @@ class Settings:
     """Between the announcement of a deletion and the deletion."""
     verify_delay_seconds: float = VERIFY_DELAY_SECONDS
     """After a commit, before it is read again."""
+    log_write_seconds: float = LOG_WRITE_SECONDS
+    """How long rows of a training log wait at most before they are stored."""
     watch: WatchRules = field(default_factory=WatchRules)
     """What counts as a hang, and what is done about one."""
     health_seconds: float = HEALTH_SECONDS

@@ -66,6 +66,7 @@ def _status(service: Service, listed: int) -> dict[str, Any]:
         ),
         "tiers": shown(map(_tier, service.replication.links)),
         "retention": shown(_pass(url, made) for url, made in service.replication.retiring.passes.items()),
+        "logs": shown(service.logs.status()),
         "arenas": shown(map(_arena, arenas)),
         "health": service.monitor.status(listed),
         "arena_bytes": service.arenas.size_bytes,

@@ -23,6 +23,7 @@ LEASES = "leases/"
 TOMBSTONES = "tombstones/"
 AGREEMENT = "agreement/"
 TIERS = "tiers/"
+LOG = "log/"
 
 STEP_MAX = 10**12 - 1
 GENERATION_MAX = 10**6 - 1
@@ -124,3 +125,35 @@ def copy_key(tier: int, version: Version) -> str:
 def probe_key(unique: str) -> str:
     """An object by which the ranks find out whether they see the same place; deleted at once."""
     return f"{TIERS}probe-{unique}.json"
+
+
+_LOG = re.compile(rf"{LOG}([0-9]{{6}})/rank-([0-9]{{5}})-([0-9a-f]{{32}})-([0-9]{{12}})-([0-9]{{12}})\.json")
+
+
+def log_prefix(generation: int) -> str:
+    """Where the segments of the training log lie that a generation has written."""
+    return f"{LOG}{generation:06d}/"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class LogKey:
+    """The name of a segment of the training log."""
+
+    generation: int
+    rank: int
+    life: str
+    """Of the trainer: 32 hexadecimal digits."""
+    first: int
+    """The number of its first row; the life's first row is 1."""
+    last: int
+
+    def __str__(self) -> str:
+        return f"{log_prefix(self.generation)}rank-{self.rank:05d}-{self.life}-{self.first:012d}-{self.last:012d}.json"
+
+    @classmethod
+    def parse(cls, key: str) -> LogKey:
+        """The inverse of ``str``. Raises :class:`FormatError`."""
+        match = _LOG.fullmatch(key)
+        if match is None:
+            raise FormatError(f"not the name of a log segment: {key[:80]!r}")
+        return cls(int(match[1]), int(match[2]), match[3], int(match[4]), int(match[5]))

@@ -7,7 +7,7 @@ Unknown members are ignored; a member given twice, another kind and a later form
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
@@ -496,16 +496,17 @@ def decode_layout(raw: msgspec.Raw) -> Layout:
     return layout
 
 
-def metrics_for_record(metrics: dict[str, Any]) -> dict[str, float | None]:
+def metrics_for_record(metrics: Mapping[str, Any]) -> dict[str, float | None]:
     """Numbers as a record keeps them. ``None`` for what JSON cannot hold (nan, infinity) and for what is no number: a
     metric never makes a save fail."""
-    return {name: _finite(value) for name, value in metrics.items()}
+    numbers = {name: as_number(value) for name, value in metrics.items()}
+    return {name: number if number is not None and math.isfinite(number) else None for name, number in numbers.items()}
 
 
-def _finite(value: Any) -> float | None:
+def as_number(value: Any) -> float | None:
+    """``None`` for what is no number. A tensor is read, which waits for its device."""
     try:
         # item() reads a tensor that is part of a gradient without torch's warning.
-        number = float(value.item() if hasattr(value, "item") else value)
+        return float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
         return None
-    return number if math.isfinite(number) else None

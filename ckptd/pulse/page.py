@@ -7,16 +7,14 @@ taken over by another, so what an earlier life left behind cannot be taken for t
 
 from __future__ import annotations
 
-import fcntl
 import math
-import mmap
 import os
 import struct
 import time
 from dataclasses import dataclass
 from enum import IntEnum
 
-from ckptd.errors import FormatError, ResourceError
+from ckptd.pulse.sealed import create_sealed, map_sealed
 
 STATUS_BYTES = 65536
 _COUNT = struct.Struct("<Q")
@@ -27,7 +25,6 @@ _RING_START = 4096
 RING_BEATS = (STATUS_BYTES - _RING_START) // 64
 LIMIT_SECONDS_MAX = (2**32 - 1) / 1000
 """The longest limit of a phase that a page can hold: about 49 days."""
-_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _NAN = math.nan
 
 
@@ -121,20 +118,8 @@ class MappedPage(StatusPage):
     """A status page in memory that two processes share. Owns its mapping; :meth:`close` gives it back."""
 
     def __init__(self, fd: int, *, writable: bool) -> None:
-        """Map the page behind ``fd``, which stays the caller's. Raises :class:`FormatError` for what is none, or could
-        be truncated under us; :class:`ResourceError` where it cannot be mapped."""
-        try:
-            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS == _SIZE_SEALS
-            size = os.fstat(fd).st_size
-        except OSError as error:
-            raise FormatError(f"not a status page: {error.strerror}") from None
-        if not sealed or size != STATUS_BYTES:
-            raise FormatError(f"not a status page: {size} bytes, {'sealed' if sealed else 'not sealed'}")
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        try:
-            self._mmap = mmap.mmap(fd, STATUS_BYTES, mmap.MAP_SHARED, protection)
-        except OSError as error:
-            raise ResourceError(f"cannot map a status page: {error.strerror}") from None
+        """Map the page behind ``fd``, which stays the caller's. Raises as :func:`map_sealed`."""
+        self._mmap = map_sealed(fd, STATUS_BYTES, "a status page", writable=writable)
         super().__init__(memoryview(self._mmap))
 
     def close(self) -> None:
@@ -145,11 +130,6 @@ class MappedPage(StatusPage):
 
 def create_page() -> int:
     """A descriptor of a new page, with a life of its own. Raises :class:`ResourceError`."""
-    try:
-        fd = os.memfd_create("ckptd-status", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except OSError as error:
-        raise ResourceError(f"cannot make a status page: {error.strerror}") from None
-    os.ftruncate(fd, STATUS_BYTES)
+    fd = create_sealed("status", STATUS_BYTES)
     os.pwrite(fd, os.urandom(_LIFE_BYTES), _LIFE_AT)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
     return fd

@@ -6,17 +6,19 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Generator
+import time
+from collections.abc import Generator, Mapping
 from typing import Literal
 
 from ckptd.errors import ConfigError, ResourceError
 from ckptd.pulse.levers import Levers
 from ckptd.pulse.page import LIMIT_SECONDS_MAX, MappedPage, Phase, create_page
+from ckptd.pulse.rows import MappedRows, create_rows
 
 _log = logging.getLogger(__name__)
 
 PhaseName = Literal["eval", "compile", "save", "restore", "other"]
-Part = Literal["page", "stacks", "dump", "end"]
+Part = Literal["page", "stacks", "dump", "end", "rows"]
 _PHASES: dict[str, Phase] = {
     phase.name.lower(): phase for phase in (Phase.EVAL, Phase.COMPILE, Phase.SAVE, Phase.RESTORE, Phase.OTHER)
 }
@@ -33,26 +35,37 @@ class _Stay:
 
 
 class Pulse:
-    """One life of a trainer, on a status page of its own, with the levers of its process. Written by the training
-    thread alone: a side thread that lives says nothing of the training. :meth:`close` gives all back."""
+    """One life of a trainer, on a status page of its own, with the levers of its process, and the rows of its training
+    log. Written by the training thread alone: a side thread that lives says nothing of the training. :meth:`close`
+    gives all back."""
 
-    def __init__(self) -> None:
-        """Raises :class:`ckptd.errors.ResourceError` where there are no descriptors left."""
+    def __init__(self, *, logs: bool = True) -> None:
+        """``logs``: with rows. Raises :class:`ckptd.errors.ResourceError` where there are no descriptors left."""
         self._levers = _levers()
+        self._rows_fd = create_rows() if logs else -1
+        self._rows = MappedRows(self._rows_fd, writable=True) if logs else None
         self._fd = create_page()
         self._page = MappedPage(self._fd, writable=True)
         self._stays: list[_Stay] = []
         self._between = _Stay(Phase.START, 0.0)
         self._step = 0
+        self._stepped_ns = 0
+        """When the last step was done; 0 before the first."""
+        self._left_ns = 0
+        """Since when it is in another phase than a step."""
+        self._away_ns = 0
+        """How long it was in others since the last step."""
         self._closed = False
         self._beat()
 
     def parts(self) -> list[tuple[Part, int]]:
         """What the daemon needs, each with its descriptor, in this order."""
-        page: tuple[Part, int] = ("page", self._fd)
+        parts: list[tuple[Part, int]] = [("page", self._fd)]
+        if self._rows is not None:
+            parts.insert(0, ("rows", self._rows_fd))
         if (levers := self._levers) is None:
-            return [page]
-        return [("stacks", levers.stacks), ("dump", levers.dump), ("end", levers.end), page]
+            return parts
+        return [("stacks", levers.stacks), ("dump", levers.dump), ("end", levers.end), *parts]
 
     @property
     def dump_signal(self) -> int:
@@ -62,20 +75,41 @@ class Pulse:
     def opened(self, generation: int) -> None:
         """The life of the run in which this trainer saves."""
         self._page.generation = generation
+        if self._rows is not None:
+            self._rows.generation = generation
 
-    def step(self, step: int, loss: float | None = None, grad_norm: float | None = None) -> None:
-        """A training step is done. Ends every phase: one whose end was lost is over by then."""
-        self._stays.clear()
+    @property
+    def columns_refused(self) -> int:
+        """Names that the training log has no room for; see :meth:`Rows.write`."""
+        return 0 if self._rows is None else self._rows.refused
+
+    def step(self, step: int, loss: float | None = None, grad_norm: float | None = None) -> float:
+        """A training step is done. Ends every phase: one whose end was lost is over by then. Returns the seconds that
+        it took, without other phases within; nan for the first."""
+        now_ns = time.monotonic_ns()
+        if self._stays:
+            self._away_ns += now_ns - self._left_ns
+            self._stays.clear()
+        took_ns = now_ns - self._stepped_ns - self._away_ns if self._stepped_ns else -1
+        self._stepped_ns, self._away_ns = now_ns, 0
         self._between.phase = Phase.STEP
         self._step = step
         self._page.beat(
             step, Phase.STEP, math.nan if loss is None else loss, math.nan if grad_norm is None else grad_norm
         )
+        return took_ns / 1e9 if took_ns >= 0 else math.nan
+
+    def log(self, step: int, values: Mapping[str, float], *, unix_seconds: float, step_seconds: float) -> None:
+        """A row of the training log: what a step has reported, and how long it took."""
+        if self._rows is not None and not self._closed:
+            self._rows.write(step, values, unix_seconds=unix_seconds, step_seconds=step_seconds)
 
     @contextlib.contextmanager
     def phase(self, phase: Phase, limit_seconds: float = 0.0) -> Generator[None]:
         """What happens inside takes the time of this phase and not of a step. Phases may be nested."""
         stay = _Stay(phase, limit_seconds)
+        if not self._stays:
+            self._left_ns = time.monotonic_ns()
         self._stays.append(stay)
         self._beat()
         try:
@@ -83,6 +117,8 @@ class Pulse:
         finally:
             if stay in self._stays:
                 del self._stays[self._stays.index(stay) :]
+                if not self._stays:
+                    self._away_ns += time.monotonic_ns() - self._left_ns
                 self._beat()
 
     def _beat(self) -> None:
@@ -94,18 +130,23 @@ class Pulse:
         """In a forked child: the life is the parent's. The levers stay, so that the child can dump its stacks too."""
         if not self._closed:
             self._closed = True
-            self._page.close()
-            os.close(self._fd)
+            self._give_back()
 
     def close(self) -> None:
         """Say that this life ends as it should. Idempotent."""
         if not self._closed:
             self._closed = True
             self._page.beat(self._step, Phase.CLOSED)
-            self._page.close()
-            os.close(self._fd)
+            self._give_back()
             if self._levers is not None:
                 self._levers.release()
+
+    def _give_back(self) -> None:
+        self._page.close()
+        os.close(self._fd)
+        if self._rows is not None:
+            self._rows.close()
+            os.close(self._rows_fd)
 
 
 def _levers() -> Levers | None:

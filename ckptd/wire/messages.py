@@ -13,7 +13,7 @@ from ckptd.errors import CkptdError, DaemonError, ProtocolError, from_fields, to
 from ckptd.format.records import Generation, Rank, Size, Step, World
 from ckptd.limits import MESSAGE_BYTES_MAX, SLOTS_MAX
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 SlotNumber = Annotated[int, msgspec.Meta(ge=0, lt=SLOTS_MAX)]
 
@@ -91,6 +91,9 @@ class Hello(Request, kw_only=True, frozen=True, tag="hello"):
     """Of so many commits, one is loaded."""
     incremental: bool = True
     """What is unchanged since an older checkpoint is referred to and not stored again."""
+    on_bad_loss: Literal["nothing", "alert", "pin", "go_back"] = "nothing"
+    loss_rules: dict[str, Any] = {}
+    """See :class:`ckptd.pulse.loss_rules.LossRules`."""
 
 
 class MakeArena(Request, kw_only=True, frozen=True, tag="make_arena"):
@@ -121,9 +124,9 @@ class HandArena(Request, kw_only=True, frozen=True, tag="hand_arena"):
 
 class HandWatched(Message, kw_only=True, frozen=True, tag="hand_watched"):
     """Carries a descriptor of what the daemon needs to watch over this trainer; see :mod:`ckptd.pulse`. Once for each
-    part, the page last."""
+    part, the page last. ``rows``: of its training log, where it has one."""
 
-    part: Literal["page", "stacks", "dump", "end"]
+    part: Literal["page", "stacks", "dump", "end", "rows"]
     signal: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     """What pulling ``dump`` raises in the trainer, and would in processes that were forked from it."""
 

@@ -4,6 +4,7 @@ The entry is :class:`Checkpointer`; :func:`open_checkpoint` reads without a run.
 """
 
 from ckptd.checkpoint.keep import Keep
+from ckptd.pulse.loss_rules import LossRules
 from ckptd_client.capture import FlatPartition, FlatSlice, register_codec
 from ckptd_client.checkpointer import Checkpointer
 from ckptd_client.data import PerRank, Reshapes, ResumableLoader, ResumableStream
@@ -18,6 +19,7 @@ __all__ = [
     "FlatPartition",
     "FlatSlice",
     "Keep",
+    "LossRules",
     "PerRank",
     "Reshapes",
     "Restored",

@@ -10,30 +10,22 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from ckptd.checkpoint.keep import Keep
 from ckptd.checkpoint.selectors import Selector
 from ckptd.checkpoint.trial import Loader
-from ckptd.errors import (
-    CkptdError,
-    ConfigError,
-    DeadlineExceeded,
-    SaveError,
-    SaveSkipped,
-    StateError,
-    UsageError,
-    first_line,
-)
+from ckptd.errors import CkptdError, ConfigError, StateError, UsageError
 from ckptd.format.keys import Version
 from ckptd.format.records import metrics_for_record
+from ckptd.pulse.loss_rules import LossRules, OnBadLoss
 from ckptd.pulse.page import Phase
 from ckptd.pulse.pulse import PhaseName, phase_named
 from ckptd.wire import messages
 from ckptd.wire.channel import default_socket
-from ckptd.wire.messages import Hello, Skip
+from ckptd.wire.messages import Hello
 from ckptd_client import leaving, stopping
 from ckptd_client.agreement import nodes_of, open_agreement
 from ckptd_client.capture import Capture, Placement, State
@@ -42,21 +34,20 @@ from ckptd_client.collecting import collecting_later
 from ckptd_client.generation import Life, Opening, WriterClaim, open_life
 from ckptd_client.handles import Handles
 from ckptd_client.link import DaemonLink
+from ckptd_client.progress import Progress
 from ckptd_client.restore import Restorer
 from ckptd_client.restored import Restored, Wish
 from ckptd_client.resume import resumed
-from ckptd_client.save import Save, as_save_error
+from ckptd_client.save import Save
+from ckptd_client.saving import OnError, OnFull, Saving
 from ckptd_client.schedule import Appointments, Schedule
-from ckptd_client.settings import check_settings, check_step, declared, to_be_finite
+from ckptd_client.settings import LogRanks, check_log, check_settings, check_step, declared, to_be_finite
 from ckptd_client.snapshots import Snapshots, planned_or_refused
 from ckptd_client.staging.plan import Plan
 from ckptd_client.staging.stager import Check, Stager
 from ckptd_client.supply import ArenaSupply
 from ckptd_client.tiers import Url, as_tiers, check_furthest, find_shared, of_hello, roots_of
 from ckptd_client.topology import Topology
-
-OnFull = Literal["wait", "skip", "fail"]
-OnError = Literal["log", "raise"]
 
 _log = logging.getLogger("ckptd")
 
@@ -92,6 +83,11 @@ class Checkpointer:
     ``module:function``; of each ``verify_load_every`` commits the daemon has one loaded by it, in a process of its own,
     as ``function(url, checkpoint, storage_options)``; one for which it raises is marked suspect.
     ``incremental``: what is unchanged since an older checkpoint is not stored again; that one stays while it is needed.
+
+    ``log_ranks``: whose steps are in the training log, see :meth:`step`: the ``"first"`` rank's, those of ``"all"``, or
+    of ``"none"``. ``on_bad_loss``: where the loss is not finite or spikes, by ``loss_rules``, ``"alert"`` people;
+    ``"pin"`` the last checkpoint from before as well; or ``"go_back"`` to it, which marks the later ones unhealthy and
+    kills the trainers of this node, for their launcher to start them anew.
     """
 
     def __init__(
@@ -115,6 +111,9 @@ class Checkpointer:
         verify_load: str | None = None,
         verify_load_every: int = 10,
         incremental: bool = True,
+        log_ranks: LogRanks = "first",
+        on_bad_loss: OnBadLoss = "pin",
+        loss_rules: LossRules | None = None,
         socket: str | Path | None = None,
         storage_options: Mapping[str, Any] | None = None,
         on_error: OnError = "log",
@@ -131,22 +130,24 @@ class Checkpointer:
         :class:`ckptd.errors.DaemonError`, :class:`ckptd.errors.RunInUse`; nothing was written then.
         """
         check_settings(every_steps, every, slots, max_wait, verify_load_every)
+        check_log(log_ranks, on_bad_loss)
         stopping.listen(stop_on)
-        self._on_full: OnFull = on_full
         self._on_error: OnError = on_error
-        self._max_wait = max_wait
         self._takeover = takeover
         topology = Topology.detect(rank, world, launch)
         self._rank, self._world = topology.rank, topology.world
         self._loader = None if verify_load is None else Loader.here(verify_load)
         self._load_every = verify_load_every
         self._incremental = incremental
+        self._on_bad_loss: OnBadLoss = on_bad_loss
+        self._loss_rules = loss_rules or LossRules()
+        self._logs = log_ranks == "all" or (log_ranks == "first" and self._rank == 0)
         finite = to_be_finite(check_finite)
         self._tiers = as_tiers(url, keep, storage_options)
         check_furthest(self._tiers, self._world)
         self._agree(topology)
         path = Path(socket) if socket is not None else default_socket()
-        self._link = DaemonLink(path, self._hello(), start_daemon=start_daemon)
+        self._link = DaemonLink(path, self._hello(), start_daemon=start_daemon, logs=self._logs)
         self._supply = ArenaSupply(self._link, slots=slots)
         self._handles = Handles(slot_freed=self._supply.wake)
 
@@ -166,11 +167,12 @@ class Checkpointer:
         self._snapshots = Snapshots(
             self._state, planned, self._supply, self._stager, self._rank, self._world, check_replicas=check_replicas
         )
-        appointments = Appointments(self._agreement.store, self._rank, self._world, self._skip_missed, stopping.asked)
+        self._saving = Saving(
+            self._snapshots, self._handles, self._link, self._rank, on_full=on_full, max_wait=max_wait
+        )
+        appointments = Appointments(self._agreement.store, self._rank, self._world, self._saving.missed, stopping.asked)
         self._schedule = Schedule(every_steps, every, appointments, self._rank)
-        self._life: Life | None = None
-        self._boundary_step: int | None = None
-        self._deferred: list[tuple[Save, dict[str, float | None]]] = []
+        self._progress = Progress(self._link.pulse)
         self._closed = False
         self._pid = os.getpid()
         leaving.opened(self)
@@ -211,6 +213,8 @@ class Checkpointer:
             loader=None if self._loader is None else msgspec.to_builtins(self._loader),
             load_every=self._load_every,
             incremental=self._incremental,
+            on_bad_loss=self._on_bad_loss,
+            loss_rules=msgspec.to_builtins(self._loss_rules),
         )
 
     @property
@@ -251,7 +255,7 @@ class Checkpointer:
         and the store's own error where it cannot tell.
         """
         self._check_open()
-        if self._life is not None:
+        if self._saving.life is not None:
             raise UsageError("restore() comes before the first save, and once")
         step = resumed(step, self._agreement, self._roots, self._supply.await_idle)
         fresh = step == 0
@@ -272,9 +276,7 @@ class Checkpointer:
             restorer = Restorer(self._state, self._agreement, self._roots, self._supply, self._life_ahead, wish)
             with self._link.pulse.phase(Phase.RESTORE), collecting_later(), self._supply.held_back():
                 restored = restorer.restore()
-        self._open_life(restored.version, fresh=fresh)
-        assert self._life is not None
-        restored.generation = self._life.generation
+        restored.generation = self._open_life(restored.version, fresh=fresh).generation
         self._supply.settle(self._snapshots.slot_bytes_expected())
         return restored
 
@@ -285,18 +287,20 @@ class Checkpointer:
         return self._claim.ahead(self._opening(opened_from)) if self._rank == 0 else contextlib.nullcontext()
 
     def _open_life(self, opened_from: Version | None, *, fresh: bool) -> Life:
-        if self._life is None:
+        life = self._saving.life
+        if life is None:
             opening = self._opening(opened_from, fresh=fresh)
-            self._life = open_life(self._agreement, self._roots, self._claim, opening)
-            self._link.pulse.opened(self._life.generation)
-        return self._life
+            life = self._saving.life = open_life(self._agreement, self._roots, self._claim, opening)
+            self._link.pulse.opened(life.generation)
+        return life
 
     # Saving
 
     def step(self, step: int, **metrics: Any) -> Save | None:
         """To be called once after each optimizer step (scheduler and averages included): reports progress, and saves
-        when a save is due. ``metrics``: numbers such as ``loss`` and ``grad_norm``; tensors are read, which waits for
-        their device.
+        when a save is due. ``metrics``: numbers such as ``loss``, ``grad_norm`` and ``tokens``, for the training log.
+        Tensors of one number on a CUDA device are logged as soon as they have been copied from there, mostly at the
+        next step; nothing waits for that, unless a save is due. On any other device they are read at once.
 
         Returns the handle of a save, or ``None``. Never raises for a save that failed, unless ``on_error="raise"``.
         Raises :class:`ckptd_client.Stopped`, a ``SystemExit``, on all ranks at the same step, after a last save, where
@@ -304,17 +308,12 @@ class Checkpointer:
         """
         self._check_open()
         check_step(step)
-        self._report_failures()
+        self._saving.report_failures(self._on_error)
         due = self._schedule.due(step)
-        numbers = metrics_for_record(metrics)
-        self._link.pulse.step(step, numbers.get("loss"), numbers.get("grad_norm"))
-        if self._snapshots.boundary.crossed():
-            self._boundary_step = step
-            self._snapshots.boundary_passed()
-            for deferred, kept_metrics in self._take_deferred():
-                self._save_now(deferred, step, kept_metrics)
+        numbers = self._progress.step(step, metrics, due=due)
+        self._saving.stepped(step)
         save = self._request(step, "due", numbers) if due else None
-        if self._schedule.appointments.stops(step) and not self._deferred:
+        if self._schedule.appointments.stops(step) and not self._saving.any_deferred:
             self.fence()
             raise stopping.Stopped(step)
         return save
@@ -346,59 +345,8 @@ class Checkpointer:
             raise save.error
         return save
 
-    def _request(self, step: int, reason: str, metrics: dict[str, float | None], **kinds: bool) -> Save:
-        life = self._open_life(None, fresh=False)
-        known = self._handles.get(Version(step, life.generation))
-        if known is not None:
-            return known
-        save = Save(Version(step, life.generation), reason, **kinds)
-        self._handles.add(save)
-        if self._at_boundary(step):
-            self._save_now(save, step, metrics)
-        else:
-            save.defer()
-            self._deferred.append((save, metrics))
-        return save
-
-    def _at_boundary(self, step: int) -> bool:
-        return step == self._boundary_step or self._snapshots.boundary.crossed()
-
-    def _take_deferred(self) -> list[tuple[Save, dict[str, float | None]]]:
-        deferred, self._deferred = self._deferred, []
-        return deferred
-
-    def _save_now(self, save: Save, step: int, metrics: Mapping[str, float | None]) -> None:
-        assert self._life is not None
-        save.begin(step)
-        self._handles.add(save)
-        try:
-            with self._link.pulse.phase(Phase.SAVE):
-                self._snapshots.take(save, self._life, metrics, wait_seconds=self._wait_seconds())
-        except BaseException as error:
-            self._give_up(save, error)
-            if not isinstance(error, Exception):  # Ctrl-C; any other failure of a save is no reason to end the training
-                raise
-
-    def _wait_seconds(self) -> float:
-        return self._max_wait if self._on_full == "wait" else 0.0
-
-    def _give_up(self, save: Save, error: BaseException) -> None:
-        """The step is not saved by this rank; the others are told, and let go."""
-        reason = first_line(error)
-        if isinstance(error, DeadlineExceeded):  # no slot became free
-            error = SaveError(reason) if self._on_full == "fail" else SaveSkipped(reason)
-        save.fail(error if isinstance(error, StateError) else as_save_error(error))
-        self._handles.report(save)
-        self._tell_skip(save.step, reason)
-
-    def _tell_skip(self, step: int, reason: str) -> None:
-        if self._life is not None:
-            life = self._life
-            self._link.tell(Skip(step=step, generation=life.generation, run=life.run, reason=reason[:1000]))
-
-    def _skip_missed(self, step: int) -> None:
-        """On the appointments' thread: the others save a step that this rank has passed."""
-        self._tell_skip(step, f"rank {self._rank} heard of the appointment after it had passed step {step}")
+    def _request(self, step: int, reason: str, metrics: Mapping[str, float | None], **kinds: bool) -> Save:
+        return self._saving.request(self._open_life(None, fresh=False), step, reason, metrics, **kinds)
 
     def fence(self) -> None:
         """Wait until no copy is in flight, before parameters or optimizer state are changed by something that torch's
@@ -430,12 +378,6 @@ class Checkpointer:
         self._check_open()
         return self._link.pulse.phase(*phase_named(name, limit_seconds))
 
-    def _report_failures(self) -> None:
-        for save in self._handles.take_unreported():
-            _log.error("the save of step %d failed: %s", save.step, save.error)
-            if self._on_error == "raise" and save.error is not None:
-                raise save.error
-
     # Ending
 
     def _check_open(self) -> None:
@@ -452,8 +394,7 @@ class Checkpointer:
         """
         if self._closed:
             return
-        for save, _ in self._take_deferred():
-            self._give_up(save, SaveSkipped(f"no boundary came after step {save.step} was asked for"))
+        self._saving.give_up_deferred()
         try:
             self.flush(timeout)
         finally:
@@ -464,6 +405,7 @@ class Checkpointer:
 
     def _end(self) -> None:
         self._closed = True
+        self._progress.close()
         leaving.closed(self)
         self._snapshots.fence.close()
         self._stager.close()
@@ -475,6 +417,7 @@ class Checkpointer:
     def abandon(self) -> None:
         """At the interpreter's exit without :meth:`close`: seal what is being copied; the daemon does the rest."""
         if not self._closed:
+            self._progress.close()
             self._stager.wait()
 
     def forget(self) -> None:

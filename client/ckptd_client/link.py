@@ -46,8 +46,10 @@ REPLY_SECONDS = 30.0
 class DaemonLink:
     """One session with the daemon, renewed when it breaks. ``pulse``, from :meth:`open` on: what it is watched by."""
 
-    def __init__(self, path: Path, hello: Hello, *, start_daemon: bool = True) -> None:
+    def __init__(self, path: Path, hello: Hello, *, start_daemon: bool = True, logs: bool = True) -> None:
+        """``logs``: this rank has a training log."""
         self._path = path
+        self._logs = logs
         self._hello = hello
         self._start_daemon = start_daemon
         self._daemon_pid: int | None = None
@@ -79,7 +81,7 @@ class DaemonLink:
         self._on_renewed = on_renewed
         self._on_refused = on_refused
         self._socket = self._connect(CONNECT_SECONDS)
-        self.pulse = Pulse()
+        self.pulse = Pulse(logs=self._logs)
         self._up = True
         self._listener = threading.Thread(target=self._listen, name="ckptd-link", daemon=True)
         self._listener.start()

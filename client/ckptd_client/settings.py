@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 from ckptd.errors import ConfigError, UsageError
 from ckptd.format.keys import STEP_MAX
+from ckptd.pulse.loss_rules import OnBadLoss
 from ckptd_client.capture import Declared
 from ckptd_client.capture.selection import Selection
 from ckptd_client.staging.finite import CheckFinite
+
+LogRanks = Literal["first", "all", "none"]
+
+
+def check_log(log_ranks: str, on_bad_loss: str) -> None:
+    """Raise :class:`ConfigError` for a word that is none."""
+    for name, word, words in (
+        ("log_ranks", log_ranks, get_args(LogRanks)),
+        ("on_bad_loss", on_bad_loss, get_args(OnBadLoss)),
+    ):
+        if word not in words:
+            raise ConfigError(f"{name}={word!r}", hint=f"one of {', '.join(words)}")
 
 
 def check_step(step: object) -> None:

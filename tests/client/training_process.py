@@ -6,6 +6,7 @@ Prints one JSON line for each thing that happens, so that whoever started it can
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -39,7 +40,8 @@ def main() -> None:
     tell("restored", step=start.step, source=start.source, generation=start.generation, notices=start.report.notices)
     for step in range(start.step + 1, options["steps"] + 1):
         loss = training.step()
-        save = ckpt.step(step, loss=loss)
+        bad = step >= options.get("bad_from", math.inf)
+        save = ckpt.step(step, loss=math.nan if bad else loss)
         tell("step", step=step, loss=loss.hex(), rank=ckpt.rank)
         if save is not None:
             if "wait" in options:

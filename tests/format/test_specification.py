@@ -12,6 +12,7 @@ from ckptd import limits
 from ckptd.format import keys, tree
 from ckptd.format.dtypes import ITEM_BYTES, stored_as
 from ckptd.format.keys import GENERATION_MAX, RANK_MAX, STEP_MAX, Version
+from ckptd.format.log import Log, Segment
 from ckptd.format.records import (
     FORMAT,
     Common,
@@ -123,6 +124,11 @@ def test_every_type_of_the_state_tree_is_there() -> None:
     assert table - {"$"} == tree._TAGS | elsewhere
 
 
+def test_the_log_is_there_with_its_members_in_their_order() -> None:
+    assert named(SECTIONS["log"]) == members(Log)
+    assert listed("log") == members(Segment)
+
+
 def test_the_values_of_marks_and_leases_are_there() -> None:
     for section, struct, name in (("mark", Mark, "mark"), ("lease", Lease, "purpose")):
         for value in msgspec.json.schema(struct)["$defs"][struct.__name__]["properties"][name]["enum"]:
@@ -135,6 +141,10 @@ def test_limits_are_those_of_the_code() -> None:
         (limits.RECEIPT_BYTES_MAX // limits.MIB, "| receipt | 512 MiB |"),
         (limits.MANIFEST_BYTES_MAX // limits.MIB, "| manifest | 64 MiB |"),
         (limits.SMALL_RECORD_BYTES_MAX // limits.MIB, "mark, lease, tombstone | 1 MiB |"),
+        (limits.LOG_SEGMENT_BYTES_MAX // limits.MIB, "| log | 4 MiB;"),
+        (limits.LOG_SEGMENT_ROWS_MAX, "| `steps` | array of steps | 1 to 1,024"),
+        (limits.LOG_COLUMNS_MAX, "at most 64 names of"),
+        (limits.LOG_NAME_BYTES_MAX, "at most 63 bytes of UTF-8"),
         (limits.INDEX_INLINE_BYTES_MAX // limits.KIB, "at most 256 KiB, else in parts"),
         (limits.INDEX_PART_BYTES_TARGET // limits.MIB, "with the lists that they name, at most 4 MiB"),
         (limits.RECEIPTS_INLINE_MAX, "inside up to 256 ranks, else that many in each part"),
@@ -171,6 +181,7 @@ def test_keys_are_those_of_the_table() -> None:
         keys.exchanged_key(0, keys.receipt_key(version, 1, 2)),
         keys.copy_key(0, version),
         keys.probe_key("token"),
+        str(keys.LogKey(3, 1, "f" * 32, 5, 7)),
     }
     values = {
         "version": "000000001000-g000003",
@@ -181,6 +192,7 @@ def test_keys_are_those_of_the_table() -> None:
         "tier": "0",
     }
     values |= {"attempt": "token", "mark": "pinned", "token": "token"}
+    values |= {"life": "f" * 32, "first": "000000000005", "last": "000000000007"}
     rows = re.findall(r"(?m)^\| `([^`]+)`", SECTIONS["Names"])
     filled = {re.sub(r"<([a-z ]+)>", lambda match: values.get(match[1], "?"), row) for row in rows}
     assert made == {key for key in filled if not key.startswith((keys.LEASES, keys.AGREEMENT))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from ckptd.arena.slots import RECORD_BYTES, read_record, write_record
 from ckptd.checkpoint.locating import sought
 from ckptd.checkpoint.regions import region
 from ckptd.errors import FormatError
-from ckptd.format.digests import digest
-from ckptd.format.keys import parse_version
+from ckptd.format.digests import digest, hex_digest
+from ckptd.format.keys import LogKey, parse_version
+from ckptd.format.log import Segment, columns_of, decode_segment, encode_segment
 from ckptd.format.proof import prove
 from ckptd.format.records import (
     Common,
@@ -28,6 +30,7 @@ from ckptd.format.records import (
     Lease,
     Manifest,
     Mark,
+    Parent,
     Receipt,
     ReceiptList,
     Record,
@@ -42,6 +45,7 @@ from ckptd.format.records import (
 from ckptd.format.shard import read_header
 from ckptd.format.tree import decode_json, decode_tree
 from ckptd.pulse.page import STATUS_BYTES, Phase, StatusPage
+from ckptd.pulse.rows import ROWS_BYTES, Rows
 from ckptd.wire import messages
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -78,6 +82,11 @@ def decoders() -> dict[str, Decoder]:
         Decoder("tombstone", partial(_record, kind=Tombstone), _golden("tombstones/*.json")),
         Decoder("shard header", read_header, _golden("checkpoints/*/*.safetensors")),
         Decoder("version", lambda data: parse_version(data.decode("latin-1")), (b"000000001000-g000003",)),
+        Decoder("log segment", _log_segment, _log_segments()),
+        Decoder(
+            "log key", lambda data: LogKey.parse(data.decode("latin-1")), (str(LogKey(3, 0, "0" * 32, 1, 9)).encode(),)
+        ),
+        Decoder("rows", _rows, (_rows_bytes(),)),
         Decoder("slot record", _slot_record, _slot_records()),
         Decoder("arena", _arena, (_arena_bytes(),)),
         Decoder("status page", _status_page, (_status_bytes(),)),
@@ -196,6 +205,45 @@ def _status_bytes() -> bytes:
 def _status_page(data: bytes) -> object:
     page = StatusPage(memoryview(bytearray(data[:STATUS_BYTES].ljust(STATUS_BYTES, b"\0"))))
     return page.last(), page.since(0)
+
+
+def _rows_bytes() -> bytes:
+    memory = bytearray(ROWS_BYTES)
+    Rows(memoryview(memory)).write(5, {"loss": 1.5, "tokens": 8.0}, unix_seconds=1.8e9, step_seconds=0.5)
+    return bytes(memory[:9216])  # the first row is there
+
+
+def _rows(data: bytes) -> object:
+    rows = Rows(memoryview(bytearray(data[:ROWS_BYTES].ljust(ROWS_BYTES, b"\0"))))
+    return rows.life, rows.generation, rows.refused, rows.since(0)
+
+
+def _log_segments() -> tuple[bytes, ...]:
+    found = Segment(
+        columns=columns_of([{"loss": 1.5, "tokens": 8.0}, {"loss": math.nan}]),
+        first=1,
+        generation=3,
+        life="0" * 32,
+        parent=Parent(generation=2, step=4),
+        rank=0,
+        run="run",
+        step_seconds=(None, 0.5),
+        steps=(5, 6),
+        unix_seconds=(1.8e9, 1.8e9),
+    )
+    plain = encode(found)
+    # One without its digest, so that what is behind that is reached as well.
+    return encode_segment(found), plain
+
+
+def _log_segment(data: bytes) -> object:
+    try:
+        found = decode_segment(data)
+    except FormatError:
+        head = b'{"format":1,"kind":"log","digest":"%s","segment":' % hex_digest(data).encode()
+        found = decode_segment(head + data + b"}")
+    assert decode_segment(encode_segment(found)) == found
+    return found
 
 
 def _messages(kinds: Any) -> tuple[bytes, ...]:

@@ -164,7 +164,8 @@ write, leave = {"x86_64": (1, 231), "aarch64": (64, 94)}[platform.machine()]
 pulse = Pulse()
 def work():
     for step in range(1000):
-        pulse.step(step, loss=1.5, grad_norm=0.5)
+        seconds = pulse.step(step, loss=1.5, grad_norm=0.5)
+        pulse.log(step, {"loss": 1.5, "grad_norm": 0.5, "tokens": step}, unix_seconds=1.0, step_seconds=seconds)
         with pulse.phase(Phase.EVAL, 60.0):
             pass
 work()
@@ -182,6 +183,6 @@ os._exit(0)
 """
 
 
-def test_a_beat_costs_no_system_call() -> None:
+def test_a_beat_and_a_row_cost_no_system_call() -> None:
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.returncode) == ("not one system call", 0), done.stderr

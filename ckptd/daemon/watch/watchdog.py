@@ -15,6 +15,7 @@ from ckptd.daemon.owner import Owner
 from ckptd.daemon.tasks import Tasks
 from ckptd.daemon.watch.alerts import Alert, AlertKind, Alerts, Level, about_machine
 from ckptd.daemon.watch.decision import Action, Sample, Start, Watch
+from ckptd.daemon.watch.ending import end
 from ckptd.daemon.watch.evidence import gather
 from ckptd.daemon.watch.learned import Learned
 from ckptd.daemon.watch.lives import Lives, told
@@ -29,9 +30,6 @@ from ckptd.pulse.page import Beat, Phase
 from ckptd.wire.messages import TrainerLife
 
 log = logging.getLogger(__name__)
-
-END_SECONDS = 10.0
-"""How long the end of a trainer may take before people are told that it does not end."""
 
 
 class Watchdog:
@@ -93,6 +91,10 @@ class Watchdog:
         """Of the phase that it is in."""
         watched = self._watched.get(owner)
         return None if watched is None or watched.last is None else self._limit(watched, watched.last)
+
+    def of_start(self, run: str, launch: str) -> list[Watched]:
+        """Trainers of one start of a run that live on this node."""
+        return [watched for watched in self._watched.values() if _start(watched.owner) == Start(run, launch)]
 
     # Looking
 
@@ -194,13 +196,8 @@ class Watchdog:
         ending = [watched for watched in concerned if watched.count == seen[watched.life]]
         if not ending:
             return
-        for watched in ending:
-            log.warning("ending the trainer of %s: no progress", watched.owner.seat)
-            watched.pull("end")
-            watched.owner.process.kill()
         self._tell("ended", "error", f"{_ranks(action)} were ended", action, ending)
-        await asyncio.sleep(END_SECONDS)
-        if left := [watched for watched in ending if watched.owner in self._watched]:
+        if left := await end(ending, "no progress"):
             ranks = ", ".join(str(watched.owner.seat.rank) for watched in left)
             message = f"rank {ranks} does not end: process 1 of its container, or waiting in the kernel"
             self._tell("not_ended", "error", message, action, left)
