@@ -9,7 +9,9 @@ WITHOUT = "import sys; from ckptd import storage; assert 'ckptd_backends' not in
 
 
 def told(scheme: str) -> str:
-    program = WITHOUT.format(scheme) + "print(*sorted(name for name in sys.modules if name.startswith('ckptd_backends')))"
+    program = (
+        WITHOUT.format(scheme) + "print(*sorted(name for name in sys.modules if name.startswith('ckptd_backends')))"
+    )
     return subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
 
 
