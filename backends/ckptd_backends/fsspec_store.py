@@ -290,10 +290,10 @@ def open_fsspec(url: str, options: StorageOptions, *, state_dir: Path | None, th
 
 
 def _check_scheme(url: str) -> None:
-    scheme, known = url.partition("://")[0], importlib.import_module("fsspec").available_protocols()
+    fsspec: Any = importlib.import_module("fsspec")
+    scheme, known = url.partition("://")[0], {*fsspec.available_protocols(), *fsspec.registry}
     if scheme not in known:
-        others = f"and through fsspec {', '.join(sorted(known))}"
-        hint = f"known are {', '.join(OWN)}{meant(scheme, [*OWN, *known])}; {others}"
+        hint = f"known are {', '.join(OWN)}{meant(scheme, [*OWN, *known])}; by fsspec {', '.join(sorted(known))}"
         raise ConfigError(f"{url}: no store has the scheme {scheme}://", hint=hint)
 
 
