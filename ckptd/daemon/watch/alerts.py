@@ -16,7 +16,9 @@ from ckptd.limits import ALERTS_KEPT
 log = logging.getLogger("ckptd.alerts")
 
 Level = Literal["info", "warning", "error"]
-AlertKind = Literal["hang", "recovered", "ended", "not_ended", "straggler", "caught_up", "machine"]
+AlertKind = Literal[
+    "hang", "recovered", "ended", "not_ended", "straggler", "caught_up", "machine", "failed", "restarted", "doubted"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
