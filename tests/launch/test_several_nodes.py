@@ -10,7 +10,7 @@ import pytest
 
 from ckptd.errors import CrashLoop, TrainingStopped
 from ckptd.format.keys import Version
-from devtools.processes import free_ports, wait_until
+from devtools.processes import wait_until
 from tests.client.conftest import Daemon, committed
 from tests.launch.conftest import SCRIPT
 from tests.launch.nodes import DONE_SECONDS, Node, Rendezvous
@@ -26,16 +26,6 @@ def nodes(own_daemon: Callable[..., Daemon], tmp_path: Path) -> Iterator[list[No
     for node in found:
         node.end()
     rendezvous.close()
-
-
-@pytest.fixture
-def fixed_nodes(own_daemon: Callable[..., Daemon], tmp_path: Path) -> Iterator[list[Node]]:
-    """They know each other from the beginning."""
-    meeting = ["--master-addr", "127.0.0.1", "--master-port", str(free_ports(1)[0]), "--rdzv-id", "job"]
-    found = [Node(f"node{rank}", tmp_path, own_daemon(), ["--node-rank", str(rank), *meeting]) for rank in range(2)]
-    yield found
-    for node in found:
-        node.end()
 
 
 def start(nodes: list[Node], folder: Path, lives: int, *options: str) -> None:
@@ -55,9 +45,7 @@ def test_a_crash_loop_ends_all_nodes_alike(nodes: list[Node], tmp_path: Path) ->
     assert all("ended with exit code 3" in node.output for node in nodes)
 
 
-@pytest.mark.parametrize("kind", ["nodes", "fixed_nodes"])
-def test_they_go_back_once_and_not_once_each(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    nodes: list[Node] = request.getfixturevalue(kind)
+def test_they_go_back_once_and_not_once_each(nodes: list[Node], tmp_path: Path) -> None:
     start(nodes, tmp_path, 2, "--same-step-failures", "2", "--backoff", "0.1")
     assert [node.wait() for node in nodes] == [0, 0], outputs(nodes)
     assert [event["version"] for node in nodes for event in node.events("doubted")] == [str(Version(6, 1))]
