@@ -300,7 +300,7 @@ async def test_a_claim_of_a_dead_process_holds_nobody_up(run: Run, sleeper: subp
     with pytest.raises(RunInUse, match="sleeper"):
         await run.claim_writer(launch="b", holder="B")
     sleeper.kill()
-    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # nobody takes notice of its end
+    await asyncio.to_thread(os.waitid, os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # and nobody takes notice
     assert processes.is_gone(identity)
     await run.claim_writer(launch="b", holder="B")
     sleeper.wait()
