@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,8 +96,9 @@ class Stored:
             prefix = self.url.removeprefix(f"s3://{self.server.bucket}/")
             uploads = self._client().list_multipart_uploads(Bucket=self.server.bucket).get("Uploads", [])
             return [upload["Key"] for upload in uploads if upload["Key"].startswith(prefix)]
-        root = Path(self.url.removeprefix("file://"))
-        return [str(path.relative_to(root)) for path in root.rglob("*~*")]
+        # Not by rglob, which stumbles over what retention removes meanwhile.
+        found = os.walk(self.url.removeprefix("file://"))
+        return [f"{folder}/{name}" for folder, _, names in found for name in names if "~" in name]
 
 
 async def _problem(run: Run, version: Version) -> str:
