@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 WORKERS ?= 3
 
-.PHONY: demo test test-long check bench perf power chaos fuzz test-minio constraints clean
+.PHONY: demo test test-long check bench perf power chaos soak fuzz test-minio constraints clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)  ## the main job end to end: train, kill, resume; local disk, then S3
@@ -39,8 +39,11 @@ test-long: $(READY)  ## further variants, which no default run has time for
 perf: $(READY)  ## a few ratios against wide bounds, on a quiet machine
 	$(BIN)/python -m pytest -m perf $(ARGS)
 
-chaos: $(READY)  ## kills and stops at every step and any instant; ARGS="--seed N --kills M", from seed N on
+chaos: $(READY)  ## kills and stops at any instant; ARGS="--seed N --kills M", from seed N on; --matrix: at every step
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+soak: $(READY)  ## twenty ranks on one daemon with slow stores, and what they hold; ARGS="--seconds 3600"
+	$(BIN)/python -m tests.soak $(ARGS)
 
 # Its fuzzer is large, and nothing else needs it.
 fuzz: $(READY)  ## bytes for one decoder, guided by what code they reach; ARGS="manifest -max_total_time=600"

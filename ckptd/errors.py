@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import ClassVar, cast
 
+from ckptd.exits import Exit
+
 NEAR_MAX = 3
 """How many names an error gives for one that is not there."""
 
@@ -19,7 +21,7 @@ class CkptdError(Exception):
     """The root. ``hint``: one sentence for the operator, or empty."""
 
     retryable: ClassVar[bool] = False
-    exit_code: ClassVar[int] = 1
+    exit_code: ClassVar[int] = Exit.ERROR
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -33,7 +35,7 @@ class CkptdError(Exception):
 class UsageError(CkptdError):
     """The caller asked for something that cannot be: a bad argument, a call out of order."""
 
-    exit_code = 2
+    exit_code = Exit.USAGE
 
 
 class ConfigError(UsageError):
@@ -46,7 +48,7 @@ class ConfigError(UsageError):
 class StorageError(CkptdError):
     """A backend could not do what was asked. ``key`` names the object, or the root where there is none."""
 
-    exit_code = 3
+    exit_code = Exit.STORE
 
     def __init__(self, message: str, *, key: str = "", hint: str = "") -> None:
         super().__init__(f"{key}: {message}" if key else message, hint=hint)
@@ -103,7 +105,7 @@ class CredentialsExpired(Unavailable):
 class FormatError(CkptdError):
     """Bytes that are not what the format specification allows."""
 
-    exit_code = 4
+    exit_code = Exit.FORMAT
 
 
 class UnsupportedFormat(FormatError):
@@ -113,25 +115,25 @@ class UnsupportedFormat(FormatError):
 class IntegrityError(CkptdError):
     """Bytes that differ from what their digest, size or receipt promises."""
 
-    exit_code = 5
+    exit_code = Exit.DAMAGED
 
 
 class CoverageError(CkptdError):
     """The pieces of a tensor do not cover it exactly once, so nothing is committed."""
 
-    exit_code = 5
+    exit_code = Exit.DAMAGED
 
 
 class NoCheckpoint(CkptdError):
     """Nothing that was asked for exists, and the store was able to say so."""
 
-    exit_code = 6
+    exit_code = Exit.NO_CHECKPOINT
 
 
 class MismatchError(CkptdError):
     """The checkpoint and the live state do not fit: missing or unexpected names, other shapes or dtypes."""
 
-    exit_code = 7
+    exit_code = Exit.MISMATCH
 
 
 # Saving
@@ -140,13 +142,13 @@ class MismatchError(CkptdError):
 class StateError(CkptdError):
     """The state holds something that cannot be saved; the message names its path. Nothing was written."""
 
-    exit_code = 7
+    exit_code = Exit.MISMATCH
 
 
 class SaveError(CkptdError):
     """One save failed. Training goes on, and the next save starts afresh."""
 
-    exit_code = 8
+    exit_code = Exit.SAVE
 
 
 class SaveSkipped(SaveError):
@@ -164,7 +166,7 @@ class Superseded(SaveError):
 class RunInUse(CkptdError):
     """A live owner holds the run, or this rank of it. ``takeover=True`` takes it away."""
 
-    exit_code = 9
+    exit_code = Exit.IN_USE
 
 
 # Processes
@@ -174,7 +176,7 @@ class DaemonError(CkptdError):
     """The daemon cannot be reached, refused, or went away."""
 
     retryable = True
-    exit_code = 10
+    exit_code = Exit.NO_DAEMON
 
 
 class ProtocolError(DaemonError):
@@ -186,7 +188,7 @@ class ProtocolError(DaemonError):
 class ResourceError(CkptdError):
     """Not enough memory, descriptors or locked pages here; the message has the figures."""
 
-    exit_code = 11
+    exit_code = Exit.RESOURCES
 
 
 class ProverEnded(ResourceError):
@@ -199,7 +201,7 @@ class DeadlineExceeded(CkptdError):
     """A bounded wait ran out; the message names what was awaited and who is late."""
 
     retryable = True
-    exit_code = 12
+    exit_code = Exit.DEADLINE
 
 
 # How a training under ``ckptd run`` ends
@@ -209,25 +211,25 @@ class TrainingStopped(CkptdError):
     """It was asked to stop, and has saved. Start it again, and it goes on."""
 
     retryable = True
-    exit_code = 15
+    exit_code = Exit.STOPPED
 
 
 class CrashLoop(CkptdError):
     """It fails at the same step again and again, from older checkpoints too. Another start will fail alike."""
 
-    exit_code = 16
+    exit_code = Exit.CRASH_LOOP
 
 
 class NeverStarted(CkptdError):
     """It fails before its first step: a mistake in the script, its arguments or its surroundings."""
 
-    exit_code = 17
+    exit_code = Exit.NEVER_STARTED
 
 
 class RestartsUsedUp(CkptdError):
     """It was restarted as often as it may be. Its checkpoints are sound, as far as anybody knows."""
 
-    exit_code = 18
+    exit_code = Exit.RESTARTS_USED_UP
 
 
 def to_fields(error: BaseException, foreign: type[CkptdError] = CkptdError) -> dict[str, str]:

@@ -154,6 +154,8 @@ HANG_SIGHTINGS_SECONDS = 600.0
 """What was noticed about the machine within so long before a hang is in its report."""
 HANG_REPORTS_KEPT = 32
 ALERTS_KEPT = 64
+ALERT_QUIET_SECONDS = 300.0
+"""Between two alerts of what comes again and again, such as failed saves of one run."""
 LIVES_KEPT = 1024
 """Trainers that have ended of which a daemon can tell how far they came."""
 LEARNED_RUNS_KEPT = 256

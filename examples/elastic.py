@@ -2,6 +2,11 @@
 
     torchrun --nproc-per-node 4 -m examples.elastic URL --steps 100 --every 10 --events FOLDER
 
+or, on each of several machines that may come and go,
+
+    ckptd run --nnodes 1:4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id JOB \
+        -m -- examples.elastic URL --steps 100 --every 10 --events FOLDER
+
 The script looks at how many ranks there are and chooses its layout from that: four make a 2x2 mesh, tensor parallelism
 within pairs and FSDP across them; any other number is FSDP over all; one is alone. Nothing in it knows how the
 checkpoint was laid out that it goes on from: a launcher that restarts it with the ranks that are left, and with all of
@@ -15,6 +20,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +110,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--every", type=int, default=10, help="save after every so many steps")
     parser.add_argument("--windows", type=int, default=4096, help="samples of an epoch")
     parser.add_argument("--events", type=Path, required=True, help="the folder for the logs")
-    parser.add_argument("--digests", action="store_true", help="log digests of the whole state where it is saved")
+    parser.add_argument("--digests", action="store_true", help="log digests of the whole state after each step")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between steps, for watching")
     args = parser.parse_args(argv)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
@@ -136,9 +143,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 optimizer.step()
                 scheduler.step()
                 log("step", step=step, epoch=epoch, samples=numbers.tolist(), loss=loss.item())
-                if args.digests and step % args.every == 0:
+                if args.digests:
                     log("state", step=step, digests=digests(model, optimizer))
                 ckpt.step(step, loss=loss)
+                time.sleep(args.pause)
             log("end", step=args.steps)
     if world > 1:
         dist.destroy_process_group()

@@ -6,8 +6,8 @@ import os
 import socket
 from pathlib import Path
 
-_START_FIELD = 19
-"""Of ``/proc/PID/stat``, counted behind the command's closing parenthesis: the start time in ticks since boot."""
+_STATE_FIELD, _THREADS_FIELD, _START_FIELD = 0, 17, 19
+"""Of ``/proc/PID/stat``, counted behind the command's closing parenthesis; the start time is in ticks since boot."""
 
 
 def holder_here(doing: str) -> str:
@@ -24,13 +24,18 @@ def own_identity() -> str:
 
 
 def is_gone(identity: str) -> bool:
-    """Whether the process is known to have ended. ``False`` where it cannot be seen from here."""
+    """Whether the process is known to have ended, though its parent may not have noticed. ``False`` where it cannot be
+    seen from here."""
     here, _, process = identity.partition(":")
     pid, _, began = process.partition(":")
     try:
         if here != _here() or not pid.isdecimal():
             return False
-        return started(int(pid)) != began
+        fields = _fields(int(pid))
+        # In a container whose first process reaps nobody, a killed trainer stays a zombie for good. One whose first
+        # thread alone has ended looks the same but for its other threads.
+        ended = fields[_STATE_FIELD] in "ZX" and int(fields[_THREADS_FIELD]) <= 1
+        return ended or fields[_START_FIELD] != began
     except FileNotFoundError:
         return True
     except OSError:
@@ -45,4 +50,8 @@ def _here() -> str:
 
 def started(pid: int) -> str:
     """When the process started, in ticks since boot. Raises :class:`OSError` where there is none."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_START_FIELD]
+    return _fields(pid)[_START_FIELD]
+
+
+def _fields(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

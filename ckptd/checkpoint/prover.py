@@ -21,6 +21,7 @@ from typing import BinaryIO
 import msgspec
 
 from ckptd.errors import to_fields
+from ckptd.exits import Exit
 from ckptd.format.proof import Proof
 from ckptd.format.records import encode
 
@@ -99,7 +100,7 @@ def _end_with_the_reader() -> None:
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)  # nothing but that the other end is closed
     poll.poll()
-    os._exit(1)
+    os._exit(Exit.ERROR)
 
 
 if __name__ == "__main__":

@@ -25,12 +25,12 @@ from rich.progress import (
 from rich.table import Table
 
 from ckptd.errors import CkptdError, first_of, to_fields
+from ckptd.exits import Exit
 
 T = TypeVar("T")
 
 SHOWN_AFTER_SECONDS = 1.0
 """What is done by then needs no progress bar."""
-INTERRUPTED = 130
 FILE_COLUMNS = 400
 """How wide a table may be where no terminal limits it."""
 
@@ -77,7 +77,7 @@ def guarded(work: Callable[[], T], *, as_json: bool) -> T:
     try:
         return work()
     except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(Exit.INTERRUPTED) from None
     except (CkptdError, ExceptionGroup) as error:
         _fail(error, as_json)
 

@@ -21,6 +21,7 @@ from ckptd.checkpoint.verify import verify as verify_checkpoint
 from ckptd.cli.options import Json, Step, StorageOption, Url, holder, opened_run, parse_storage_options
 from ckptd.cli.output import ByteProgress, console, counted, emit, guarded, run, size, table
 from ckptd.errors import CkptdError, IntegrityError, NoCheckpoint, StorageError, first_line
+from ckptd.exits import Exit
 from ckptd.format.keys import Version, parse_version
 from ckptd.format.records import Manifest
 from ckptd.limits import TRIAL_SECONDS
@@ -29,8 +30,6 @@ OptionalStep = Annotated[
     str | None, typer.Argument(metavar="[STEP]", help="As for show; left out: the newest that is good.")
 ]
 
-FALLBACK_EXIT = 13
-"""The newest checkpoint is damaged, but an older one is good."""
 TENSORS_SHOWN_MAX = 40
 
 
@@ -138,7 +137,7 @@ def verify(
     if not all(item.conclusive for item in choice.tried):
         raise typer.Exit(CkptdError.exit_code)
     if len(choice.tried) > 1:
-        raise typer.Exit(FALLBACK_EXIT)
+        raise typer.Exit(Exit.OLDER_IS_GOOD)
 
 
 def export(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -86,6 +87,12 @@ class Tally:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
     """Phase → how long saves were in it, all together."""
 
+    on_failed: Callable[[Failure], None] | None = None
+    """Is told of each failure."""
+
     def failed(self, seat: Seat, version: Version, stage: Stage, error: str) -> None:
-        """Something went wrong that fails no save by itself: it is seen in the status."""
-        self.failures.append(Failure(time.time(), seat, version, stage, error))
+        """Something went wrong that fails no training by itself: it is seen in the status, and people are told."""
+        failure = Failure(time.time(), seat, version, stage, error)
+        self.failures.append(failure)
+        if self.on_failed is not None:
+            self.on_failed(failure)

@@ -23,6 +23,7 @@ from ckptd.daemon.session import Session
 from ckptd.daemon.settings import Settings
 from ckptd.daemon.web import Web
 from ckptd.errors import AccessDenied, CkptdError, DeadlineExceeded, ResourceError, first_line
+from ckptd.exits import Exit
 from ckptd.limits import CLIENTS_MAX
 from ckptd.storage import preload
 from ckptd.wire.channel import Peer, peer_of, prepare_folder
@@ -35,7 +36,6 @@ ACCEPT_PAUSE_SECONDS = 1.0
 TURNED_AWAY_MAX = 64
 TURNED_AWAY_SECONDS = 5.0
 HOUSEKEEPING_SECONDS = 1.0
-SECOND_SIGNAL_EXIT = 130
 GARBAGE_LOOK_OBJECTS = 50_000
 """Made and not freed since Python last looked for garbage."""
 
@@ -66,7 +66,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
     def stop() -> None:
         if drains:
             log.error("a second signal: ending at once")
-            os._exit(SECOND_SIGNAL_EXIT)
+            os._exit(Exit.INTERRUPTED)
         drains.append(loop.create_task(service.drain(settings.drain_seconds)))
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -27,6 +27,7 @@ from ckptd.daemon.tasks import Tasks
 from ckptd.daemon.training_log import TrainingLogs
 from ckptd.daemon.triage import give_up
 from ckptd.daemon.verifying import Verifying
+from ckptd.daemon.watch.sparing import Sparing
 from ckptd.daemon.watch.watchdog import Watchdog
 from ckptd.daemon.watch.webhook import Webhook
 from ckptd.errors import DaemonError, DeadlineExceeded, NoCheckpoint, RunInUse
@@ -91,6 +92,8 @@ class Service:
         self.logs = TrainingLogs(
             self.tasks.spawn, tally.committed.get, self.bad_losses.hear, settings.log_write_seconds
         )
+        self._sparing = Sparing(self.watch.alerts)
+        tally.on_failed = self._sparing.failed
         self._webhook = None if settings.webhook is None else Webhook(settings.webhook)
         if self._webhook is not None:
             self.watch.alerts.sinks.append(self._webhook)
@@ -114,6 +117,8 @@ class Service:
         if self._launches.get(owner.seat.url) != owner.launch:
             self._launches[owner.seat.url] = owner.launch
             self.starts[owner.seat.url] += 1
+            if self.starts[owner.seat.url] > 1:
+                self._sparing.restarted(owner, self.starts[owner.seat.url])
         self._owners.add(owner)
         self.saves.arrived(owner)
         log.info("%s: %s, world of %d", owner.seat, owner, owner.world)
@@ -185,7 +190,10 @@ class Service:
             raise NoCheckpoint(f"no trainer of launch {launch} has saved or restored here")
         life, asked = found
         tiers = await self.stores.open(asked)
-        return await doubt([tier.backend for tier in tiers], life.generation, by=f"launch {launch}", reason=reason)
+        version = await doubt([tier.backend for tier in tiers], life.generation, by=f"launch {launch}", reason=reason)
+        if version is not None:
+            self._sparing.doubted(asked[0].url, launch, version, reason)
+        return version
 
     # The end
 

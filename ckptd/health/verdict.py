@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
-from ckptd.errors import ResourceError
+from ckptd.exits import Exit
 from ckptd.health.report import BadNode, Check, Member, Outcome, Pair, Report
 
-BAD_NODE_EXIT = 14
-"""How a preflight ends that names a node."""
 SLOW_FRACTION = 1 / 4
 """Of what is usual among the ranks; what is below is slow. Healthy ones differ by far less, even where they share a
 machine with others."""
@@ -40,7 +38,7 @@ def judge(world: int, nodes: Mapping[int, str], members: Sequence[Member]) -> Re
     bad = tuple(_by_node(reasons, nodes))
     return Report(
         world=world,
-        exit_code=BAD_NODE_EXIT if bad else ResourceError.exit_code if faults else 0,
+        exit_code=Exit.BAD_NODE if bad else Exit.RESOURCES if faults else Exit.WELL,
         bad_nodes=bad,
         faults=tuple(faults),
         warnings=tuple(warnings),

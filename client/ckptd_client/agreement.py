@@ -33,6 +33,7 @@ from ckptd.format.keys import AGREEMENT
 from ckptd.jitter import backoff_seconds
 from ckptd.limits import AGREEMENT_SECONDS, SMALL_RECORD_BYTES_MAX
 from ckptd_client.blocking import run_blocking
+from ckptd_client.roll_call import roll_call
 from ckptd_client.roots import Root
 from ckptd_client.topology import LAUNCH_VARIABLE, Topology, node_id, number_nodes, torch_store
 
@@ -285,7 +286,8 @@ def open_agreement(topology: Topology, root: Root, name: str) -> Agreement:
     """The way in which this start's ranks agree: alone, through torch's store, or through the run's storage: ``root``,
     which all ranks must see. ``name``: of the run, the same on all ranks.
 
-    Raises :class:`ConfigError` for several ranks that have neither a store nor a launch id in common.
+    Raises :class:`ConfigError` for several ranks that have neither a store nor a launch id in common, and
+    :class:`DeadlineExceeded` for a rank that does not come.
     """
     # The same on all ranks, as all construct the Checkpointers of a run in the same order.
     _opened[root.launch, name] += 1
@@ -295,7 +297,8 @@ def open_agreement(topology: Topology, root: Root, name: str) -> Agreement:
     store = torch_store()
     if store is not None:
         prefix = f"ckptd/{topology.launch}/{hex_digest(name.encode())}/{number}/"
-        return Agreement(TorchStore(store, prefix), topology.rank, topology.world)
+        start = roll_call(TorchStore(store, prefix), topology.rank, topology.world, AGREEMENT_SECONDS)
+        return Agreement(TorchStore(store, f"{prefix}{start}/"), topology.rank, topology.world)
     if not topology.launch:
         raise ConfigError(
             f"{topology.world} ranks have no way to agree: no process group, no torchrun, no launch id",

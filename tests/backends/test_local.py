@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.errors import AccessDenied, AlreadyExists, NotFound, StorageError, StorageFull, Unavailable, UsageError
+from ckptd.errors import AccessDenied, AlreadyExists, StorageError, StorageFull, Unavailable, UsageError
 from ckptd.format.keys import KEY_PATTERN
 from ckptd.storage import Backend, open_backend
 from ckptd_backends.files import Files

@@ -18,11 +18,13 @@ from typing import Any
 import psutil
 
 from ckptd.errors import DeadlineExceeded
-from devtools.processes import kill_group
+from devtools.processes import kill_group, wait_until
 from tests.chaos.points import Counter
 
 START_SECONDS = 120.0
 GONE_SECONDS = 60.0
+LOOK_SECONDS = 0.02
+"""How often somebody looks whether what nobody tells has happened."""
 
 Event = dict[str, Any]
 
@@ -58,7 +60,20 @@ class Child:
         if self._pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
-                self.stopped = number == signal.SIGSTOP or (self.stopped and number != signal.SIGCONT)
+                self.stopped = self.stopped or number == signal.SIGSTOP
+
+    def go_on(self) -> None:
+        """Where it stands still, or is about to as it has said so."""
+        if self.stopped:
+            wait_until(self.stands_still, f"process {self.pid} to stand still", deadline_seconds=GONE_SECONDS)
+            self.stopped = False
+            self.signal(signal.SIGCONT)
+
+    def stands_still(self) -> bool:
+        """By the kernel's word, or it has ended."""
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "TZX"
+        return True
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
@@ -131,24 +146,26 @@ def _spawn_with(descriptor: socket.socket) -> subprocess.Popen[bytes]:
 def listen(
     children: Sequence[Child], until: Callable[[], bool], deadline_seconds: float, heard: Callable[[Child, Event], None]
 ) -> bool:
-    """Take in events until the condition holds: whether it did in time. Each event goes to ``heard``."""
+    """Take in events until the condition holds: whether it did in time. Each event goes to ``heard``; what was told
+    already is taken in at least."""
     deadline = time.monotonic() + deadline_seconds
     while not until():
         left = deadline - time.monotonic()
-        if left <= 0:
-            return False
         speaking = [child for child in children if not child.heard_all]
-        for child in select.select(speaking, [], [], min(left, 0.05))[0]:
+        for child in select.select(speaking, [], [], min(max(left, 0), LOOK_SECONDS))[0]:
             for event in child.read():
                 heard(child, event)
+        if left <= 0:
+            return until()
     return True
 
 
 def daemons_at(socket_path: Path) -> list[psutil.Process]:
     """Daemons that trainers have started at this socket, and that live."""
     found: list[psutil.Process] = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if str(socket_path) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+    wanted = os.fsencode(socket_path)
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError, psutil.Error):
+            if wanted in command.read_bytes().split(b"\0"):  # a zombie has none
+                found.append(psutil.Process(int(command.parent.name)))
     return found

@@ -6,6 +6,7 @@ and two descriptors: where the child writes its events, one JSON object a line, 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import gc
@@ -14,17 +15,22 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ckptd.checkpoint.run import Run
+from ckptd.daemon import stores
 from ckptd.daemon.server import run as serve
 from ckptd.daemon.settings import Settings
+from ckptd.storage import Limits, open_backend, with_standard_wrappers
 from ckptd_backends.s3 import open_s3
+from ckptd_backends.wrappers import Slow
 from tests.chaos.points import Counter, Points
-from tests.chaos.training import train
+from tests.chaos.training import Stepped, train
 
 PR_SET_PDEATHSIG = 1
 _preloaded = open_s3
@@ -33,6 +39,7 @@ _preloaded = open_s3
 def main() -> None:
     """Fork until the other end closes the socket."""
     torch.set_num_threads(1)
+    _rehearse()
     requests = socket.socket(fileno=int(sys.argv[1]))
     gc.collect()
     gc.freeze()
@@ -49,6 +56,22 @@ def main() -> None:
         for descriptor in descriptors:
             os.close(descriptor)
         requests.send(str(child).encode())
+
+
+def _rehearse() -> None:
+    """What is imported and kept only when it is used first: the children have it then. No thread outlives this."""
+    training = Stepped(1, 1)
+    training.train(1)
+    for part in (training.model, training.optimizer):
+        part.load_state_dict(part.state_dict())
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(_use(f"file://{folder}/run"))
+
+
+async def _use(url: str) -> None:
+    async with contextlib.aclosing(with_standard_wrappers(open_backend(url, {}), Limits())) as backend:
+        run = await Run.open(backend, create=True)
+        await run.committed()
 
 
 def _reap() -> None:
@@ -75,6 +98,7 @@ def _live(config: dict[str, Any], events: int, counted: int) -> None:
         os.close(log)
         Points(Counter(counted), tell).put_in()
         if config["kind"] == "daemon":
+            _slow_down(config.get("slow_seconds", 0.0))
             socket_path = Path(config["socket"])
             status = serve(Settings(socket=socket_path, commit_takeover_seconds=0.5, **config["settings"]))
         else:
@@ -88,6 +112,14 @@ def _live(config: dict[str, Any], events: int, counted: int) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def _slow_down(delay_seconds: float) -> None:
+    """Each store of this daemon takes its time."""
+    if delay_seconds:
+        stores.open_backend = lambda *args, **kwargs: Slow(  # type: ignore[assignment]
+            open_backend(*args, **kwargs), delay_seconds=delay_seconds
+        )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from pathlib import Path
+import os
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from safetensors.torch import load
@@ -12,11 +14,11 @@ from safetensors.torch import load
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.verify import verify
 from ckptd.errors import NoCheckpoint, NotFound
-from ckptd.format.keys import Version
+from ckptd.format.keys import Version, parse_version
 from ckptd.format.records import Manifest, Receipt, Snapshot, decode
 from ckptd.storage import Backend, Limits, open_backend, with_standard_wrappers
 from devtools.seaweedfs import S3Endpoint
-from tests.servers.proxied import open_uploads
+from tests.servers.proxied import raw_client
 
 SHARD_BYTES_MAX = 1 << 28
 
@@ -26,13 +28,15 @@ class Broken(Exception):
 
 
 class Stored:
-    """Looks at the run from outside, with connections of its own each time."""
+    """Looks at the run from outside, with connections of its own."""
 
     def __init__(self, url: str, server: S3Endpoint | None) -> None:
         self.url = url
         self.server = server
         self.checked: set[Version] = set()
         """Committed, and found to be whole and of one step."""
+        self._open = contextlib.ExitStack()
+        self._raw: Any = None
 
     @property
     def options(self) -> dict[str, object]:
@@ -41,19 +45,28 @@ class Stored:
 
     def committed(self) -> set[Version]:
         """Versions that have a manifest."""
-        return asyncio.run(self._committed())
+        return {parse_version(name.removesuffix(".json")) for name in self._names() if "~" not in name}
 
-    async def _committed(self) -> set[Version]:
-        if self.server is None:  # many times a second
-            return self._named()
-        async with contextlib.aclosing(open_backend(self.url, self.options)) as backend:
-            with contextlib.suppress(NoCheckpoint):
-                return set(await (await Run.open(backend)).committed())
-            return set()
+    def _names(self) -> Iterator[str]:
+        """Of manifests. Asked for many times a second."""
+        if self.server is None:
+            with contextlib.suppress(FileNotFoundError):
+                yield from os.listdir(f"{self.url.removeprefix('file://')}/manifests")
+            return
+        prefix = f"{self.url.removeprefix(f's3://{self.server.bucket}/')}/manifests/"
+        pages = self._client().get_paginator("list_objects_v2").paginate(Bucket=self.server.bucket, Prefix=prefix)
+        for page in pages:
+            yield from (found["Key"].removeprefix(prefix) for found in page.get("Contents", []))
 
-    def _named(self) -> set[Version]:
-        names = Path(self.url.removeprefix("file://"), "manifests").glob("*.json")
-        return {_version(path.stem) for path in names if "~" not in path.name}
+    def _client(self) -> Any:
+        assert self.server is not None
+        if self._raw is None:
+            self._raw = self._open.enter_context(raw_client(self.server))
+        return self._raw
+
+    def close(self) -> None:
+        """Give its connections back."""
+        self._open.close()
 
     def check(self) -> set[Version]:
         """Look into every checkpoint that was not looked into before. All that are there.
@@ -63,7 +76,7 @@ class Stored:
         return asyncio.run(self._check())
 
     async def _check(self) -> set[Version]:
-        present = await self._committed()
+        present = self.committed()
         if fresh := sorted(present - self.checked, key=lambda version: (version.generation, version.step)):
             async with contextlib.aclosing(
                 with_standard_wrappers(open_backend(self.url, self.options), Limits())
@@ -71,7 +84,7 @@ class Stored:
                 run = await Run.open(backend)
                 for version in fresh:
                     if problem := await _problem(run, version):
-                        if version in await self._committed():
+                        if version in self.committed():
                             raise Broken(f"{version} in storage: {problem}")
                         continue  # retention has taken it meanwhile
                     self.checked.add(version)
@@ -80,14 +93,12 @@ class Stored:
     def left_over(self) -> list[str]:
         """What no reader ever sees: files that are written aside, uploads that were not completed."""
         if self.server is not None:
-            return open_uploads(self.server, self.url)
-        root = Path(self.url.removeprefix("file://"))
-        return [str(path.relative_to(root)) for path in root.rglob("*~*")]
-
-
-def _version(text: str) -> Version:
-    step, _, generation = text.partition("-g")
-    return Version(int(step), int(generation))
+            prefix = self.url.removeprefix(f"s3://{self.server.bucket}/")
+            uploads = self._client().list_multipart_uploads(Bucket=self.server.bucket).get("Uploads", [])
+            return [upload["Key"] for upload in uploads if upload["Key"].startswith(prefix)]
+        # Not by rglob, which stumbles over what retention removes meanwhile.
+        found = os.walk(self.url.removeprefix("file://"))
+        return [f"{folder}/{name}" for folder, _, names in found for name in names if "~" in name]
 
 
 async def _problem(run: Run, version: Version) -> str:

@@ -1,18 +1,20 @@
 """Trainers and daemons are killed and stopped at steps of the protocol and at any instant, and nothing is lost.
 
-``make chaos`` does more of it; ``make chaos ARGS="--seed 17 --kills 12"`` tells one story again.
+``make chaos`` does more of it; ``make chaos ARGS="--seed 17 --kills 12"`` tells one story again, and
+``make chaos ARGS="--seed 17 --matrix --kills 1"`` goes through all steps for all victims.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from devtools.seaweedfs import S3Endpoint
 from tests.chaos.children import Nursery
+from tests.chaos.matrix import Matrix, some_cells
+from tests.chaos.steps import STEPS
 from tests.chaos.story import Story
 
 SEEDS = {100: 12}
@@ -20,10 +22,13 @@ SEEDS = {100: 12}
 S3_SEED, S3_KILLS = 104, 3
 
 
-@pytest.fixture(scope="module")
-def nursery(private_folders: Path) -> Iterator[Nursery]:
-    with Nursery() as nursery:
-        yield nursery
+@pytest.mark.timeout(900)
+def test_r124_r134_r144_nothing_is_lost_or_mixed_at_any_step(nursery: Nursery, private_folders: Path) -> None:
+    matrix = Matrix(0, nursery, private_folders / uuid.uuid4().hex[:8], world=1)
+    matrix.tell(some_cells(0))
+    assert set(matrix.tally.points) == {step.point for step in STEPS}
+    assert matrix.tally.kills >= len(STEPS)
+    assert matrix.tally.stops >= len(STEPS)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import time
 from collections.abc import Callable
@@ -11,11 +12,13 @@ from typing import Any
 import torch
 
 from ckptd.checkpoint.retention import Keep
-from ckptd.errors import CkptdError
-from ckptd_client import Checkpointer
+from ckptd.errors import CkptdError, SaveError
+from ckptd_client import Checkpointer, Stopped
 from ckptd_client.save import Save
 
 ERROR_STATUS = 3
+CLOSE_SECONDS = 120.0
+LOOK_SECONDS = 0.005
 
 
 class _Filling(torch.optim.Optimizer):
@@ -67,23 +70,28 @@ class Stepped:
         return sorted(found)
 
 
+class InStep:
+    """Ranks that wait for each other after each step, as the collectives of a training make them."""
+
+    def __init__(self, path: str, rank: int, world: int) -> None:
+        """``path``: of a file that all of them share."""
+        self._rank, self._world = rank, world
+        with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+            os.ftruncate(file.fileno(), mmap.PAGESIZE)
+            self._words = memoryview(mmap.mmap(file.fileno(), mmap.PAGESIZE)).cast("Q")
+
+    def done(self, step: int) -> None:
+        """This rank's step; on return it is that of all."""
+        self._words[self._rank] = step
+        while min(self._words[: self._world]) < step:
+            time.sleep(LOOK_SECONDS)
+
+
 def train(config: dict[str, Any], tell: Callable[..., None]) -> int:
     """Restore, then train and save as configured, telling of everything. The exit status."""
     training = Stepped(config["tensors"], config["elements"])
     try:
-        ckpt = Checkpointer(
-            config["url"],
-            training.state,
-            every_steps=1,
-            keep=Keep(last=config["keep"]),
-            max_wait=config["max_wait"],
-            socket=config["socket"],
-            storage_options=config["storage_options"],
-            rank=config["rank"],
-            world=config["world"],
-            launch=config["launch"],
-            takeover=config["takeover"],
-        )
+        ckpt = _checkpointer(config, training)
         restored = ckpt.restore()
     except CkptdError as error:
         tell("refused", error=type(error).__name__, message=str(error)[:1500])
@@ -97,34 +105,81 @@ def train(config: dict[str, Any], tell: Callable[..., None]) -> int:
         source=restored.source,
         found=training.steps_found(),
         decision=restored.decision[:1500],
-        daemon=ckpt.daemon_pid,
     )
-    told: dict[int, str] = {}
-    saves: list[Save] = []
-    last = restored.step + config["steps"]
-    for step in range(restored.step + 1, last + 1):
-        training.train(step)
-        save = ckpt.step(step)
-        if save is not None:
-            saves.append(save)
-        _report(saves, told, tell)
-        tell("step", step=step, daemon=ckpt.daemon_pid)
-        if save is not None and config["wait"]:
-            with contextlib.suppress(CkptdError):  # it is reported like any other
-                save.wait(config["wait"], timeout=1)
-            _report(saves, told, tell)
-        time.sleep(config["pause_seconds"])
-    ckpt.close(120)
-    _report(saves, told, tell)
-    tell("end", step=last, pid=os.getpid())
+    saves = _Saves(config, tell)
+    in_step = InStep(config["in_step"], config["rank"], config["world"]) if config["in_step"] else None
+    step = restored.step
+    try:
+        for step in range(restored.step + 1, restored.step + config["steps"] + 1):
+            training.train(step)
+            saves.add(ckpt.step(step))
+            time.sleep(config["pause_seconds"])
+            if in_step is not None:
+                in_step.done(step)
+    except Stopped as stopped:
+        step = stopped.step
+    with contextlib.suppress(SaveError):  # it is reported like any other
+        ckpt.close(CLOSE_SECONDS)
+    saves.report()
+    tell("end", step=step, pid=os.getpid())
     return 0
 
 
-def _report(saves: list[Save], told: dict[int, str], tell: Callable[..., None]) -> None:
-    for save in list(saves):
-        state = save.state
-        if told.get(save.step) != state:
-            told[save.step] = state
-            tell("save", step=save.step, generation=save.version.generation, state=state, error=str(save.error)[:500])
-        if save.done:
-            saves.remove(save)
+def _checkpointer(config: dict[str, Any], training: Stepped) -> Checkpointer:
+    return Checkpointer(
+        config["url"],
+        training.state,
+        every_steps=1,
+        keep=Keep(last=config["keep"]),
+        on_full=config["on_full"],
+        max_wait=config["max_wait"],
+        socket=config["socket"],
+        storage_options=config["storage_options"],
+        rank=config["rank"],
+        world=config["world"],
+        launch=config["launch"],
+        takeover=config["takeover"],
+        slots=config["slots"],
+        start_daemon=config["start_daemon"],
+        stop_on=["SIGTERM"],
+    )
+
+
+class _Saves:
+    """Those that are not done yet, and what was told of them."""
+
+    def __init__(self, config: dict[str, Any], tell: Callable[..., None]) -> None:
+        self._wait = config["wait"]
+        self._tell = tell
+        self._told: dict[int, str] = {}
+        self._open: list[Save] = []
+
+    def add(self, save: Save | None) -> None:
+        """Tell of it, after a wait where that is configured."""
+        if save is None:
+            return
+        self._open.append(save)
+        self.report()
+        self._tell("step", step=save.step)
+        if self._wait:
+            with contextlib.suppress(CkptdError):  # it is reported like any other
+                save.wait(self._wait, timeout=1)
+            self.report()
+
+    def report(self) -> None:
+        """Tell what has changed."""
+        for save in list(self._open):
+            if self._told.get(save.step) != save.state:
+                self._told[save.step] = save.state
+                self._tell(
+                    "save",
+                    step=save.step,
+                    generation=save.version.generation,
+                    state=save.state,
+                    error=type(save.error).__name__ if save.error else "",
+                    message=str(save.error or "")[:500],
+                    waited_seconds=save.stats.wait_seconds,
+                )
+            if save.done:
+                self._open.remove(save)
+                del self._told[save.step]

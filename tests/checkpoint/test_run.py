@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +29,7 @@ from ckptd.limits import LEASE_SECONDS
 from ckptd.storage import Backend, ObjectInfo, open_backend
 from ckptd_backends.wrappers.base import Wrapper
 from ckptd_backends.wrappers.faults import Faulty
+from devtools.processes import wait_until
 from tests.checkpoint.builder import (
     LAUNCH,
     commit,
@@ -296,9 +300,27 @@ async def test_a_claim_of_a_dead_process_holds_nobody_up(run: Run, sleeper: subp
     with pytest.raises(RunInUse, match="sleeper"):
         await run.claim_writer(launch="b", holder="B")
     sleeper.kill()
-    sleeper.wait()
+    await asyncio.to_thread(os.waitid, os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # and nobody takes notice
     assert processes.is_gone(identity)
     await run.claim_writer(launch="b", holder="B")
+    sleeper.wait()
+    assert processes.is_gone(identity)
+
+
+def test_a_process_whose_first_thread_has_ended_is_not_gone() -> None:
+    program = (
+        "import ctypes, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "ctypes.CDLL(None).pthread_exit(None)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program]) as process:
+        try:
+            stat = Path(f"/proc/{process.pid}/stat")
+            wait_until(lambda: " Z " in stat.read_text(), "its first thread to end", deadline_seconds=60)
+            here = processes.own_identity().rsplit(":", 2)[0]
+            assert not processes.is_gone(f"{here}:{process.pid}:{processes.started(process.pid)}")
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("identity", ["", "another-boot.1:1:1", "nonsense"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from ckptd.errors import CkptdError, ConfigError, DeadlineExceeded, StateError, UsageError
 from ckptd_client.agreement import Agreement, StorageStore, TorchStore
+from ckptd_client.roll_call import roll_call
 from ckptd_client.roots import Root
 from ckptd_client.topology import Topology, torch_store
 
@@ -129,3 +131,52 @@ def test_every_srun_of_a_slurm_job_is_a_start_of_its_own(monkeypatch: pytest.Mon
         launches.append(found.launch)
     assert len(set(launches)) == 3
     assert {launch.rpartition("#")[0] for launch in launches} == {"slurm-7"}
+
+
+# Who is there
+
+
+class KeptStore:
+    """A store that outlives the ranks; gives each of them a connection of its own."""
+
+    def __init__(self) -> None:
+        self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def __call__(self) -> TorchStore:
+        return TorchStore(dist.TCPStore("127.0.0.1", self.server.port, is_master=False), "a/")
+
+
+@pytest.fixture
+def kept_store() -> Iterator[KeptStore]:
+    found = KeptStore()
+    yield found
+    del found.server
+
+
+def called(store: KeptStore, world: int, order: Sequence[int], pause_seconds: float = 0.0) -> set[str]:
+    """The names that the ranks of one start get, which come in this order."""
+    with ThreadPoolExecutor(world) as pool:
+        calls = []
+        for rank in order:
+            calls.append(pool.submit(roll_call, store(), rank, world, 20))
+            time.sleep(pause_seconds)
+        return {call.result(60) for call in calls}
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_what_an_earlier_start_left_in_the_store_is_not_taken_for_this_ones(
+    kept_store: KeptStore, order: Sequence[int]
+) -> None:
+    """Of the same name, with as many ranks, or with more or fewer."""
+    starts = [called(kept_store, 3, order), called(kept_store, 3, order, 0.7), called(kept_store, 2, (0, 1))]
+    starts.append(called(kept_store, 3, order))
+    assert [len(names) for names in starts] == [1] * 4
+    assert len(set.union(*starts)) == 4
+
+
+def test_a_rank_that_does_not_come_is_named_though_one_like_it_was_there(kept_store: KeptStore) -> None:
+    called(kept_store, 2, (0, 1))
+    with pytest.raises(DeadlineExceeded, match=r"ranks \[1\] did not come"):
+        roll_call(kept_store(), 0, 2, 0.8)
+    with pytest.raises(DeadlineExceeded, match="rank 0 did not answer rank 1's call"):
+        roll_call(kept_store(), 1, 2, 0.2)

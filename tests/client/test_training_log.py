@@ -101,6 +101,7 @@ def test_what_was_stored_survives_trainer_and_daemon(own_daemon: Start, s3_serve
     assert (found.notes, dict(found.missing)) == ((), {})
 
 
+@pytest.mark.long
 def test_a_restarted_daemon_loses_nothing_of_a_living_trainer(own_daemon: Start, open_ckpt: Open, tmp_run: str) -> None:
     daemon = own_daemon("--log-write", "3600")
     ckpt = open_ckpt(tmp_run, Training().state, socket=daemon.socket, start_daemon=False)

@@ -9,6 +9,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from ckptd.daemon.watch.alerts import Alert
+from ckptd.daemon.owner import Seat
+from ckptd.daemon.save import Failure
+from ckptd.daemon.watch.alerts import Alert, Alerts
+from ckptd.daemon.watch.sparing import Sparing
 from ckptd.daemon.watch.webhook import Webhook
 from ckptd.daemon.web import parse_address
 from ckptd.errors import ConfigError
 from ckptd.format.keys import Version
-from ckptd.wire.messages import Committed
+from ckptd.wire.messages import Committed, Failed
 from devtools.processes import wait_until
 from tests.daemon.trainer import DaemonProcess, Member, daemon_at, trainer
 
@@ -161,3 +165,44 @@ def test_a_receiver_that_never_answers_is_given_up_and_named(
 def test_what_is_no_web_address_is_refused() -> None:
     with pytest.raises(ConfigError):
         Webhook("file:///etc/passwd")
+
+
+def test_people_hear_once_of_saves_that_fail_and_of_restarts(
+    socket_path: Path, tmp_path: Path, receiver: tuple[str, list[dict[str, Any]]]
+) -> None:
+    url, heard = receiver
+    root = tmp_path / "run"
+    member = Member(f"file://{root}")
+    with daemon_at(socket_path, "--webhook", url) as daemon:
+        with trainer(daemon.socket, member) as session:
+            root.rename(tmp_path / "elsewhere")
+            root.write_text("a file where a folder should be")
+            for step in (1, 2, 3):
+                session.save(step)
+                assert isinstance(session.outcome(step), Failed)
+        root.unlink()
+        (tmp_path / "elsewhere").rename(root)
+        for step, launch in ((4, "test#1"), (5, "test#2")):
+            with trainer(daemon.socket, replace(member, launch=launch)) as session:
+                session.save(step)
+                assert isinstance(session.outcome(step), Committed)
+        wait_until(lambda: len(heard) >= 2, "two alerts", deadline_seconds=40)
+        assert daemon.terminate() == 0
+    failed, restarted = heard
+    assert (failed["kind"], failed["level"], failed["run"], failed["ranks"]) == ("failed", "error", member.url, [0])
+    assert failed["message"].startswith("step 1 of rank 0 failed (write): ")
+    assert (restarted["kind"], restarted["launch"], restarted["run"]) == ("restarted", "test#1", member.url)
+
+
+def test_what_comes_again_and_again_is_told_with_how_often() -> None:
+    alerts, clock = Alerts(), iter([0.0, 10.0, 20.0, 30.0, 310.0, 2000.0])
+    sparing = Sparing(alerts, quiet_seconds=300.0, clock=lambda: next(clock))
+    seat = Seat("file:///run", 3)
+    for step, stage in enumerate(["write", "write", "commit", "write", "write", "write"], 1):
+        sparing.failed(Failure(0.0, seat, Version(step, 1), stage, "no room"))  # type: ignore[arg-type]
+    assert [alert.message for alert in alerts.recent] == [
+        "step 1 of rank 3 failed (write): no room",
+        "step 3 of rank 3 failed (commit): no room",
+        "step 5 of rank 3 failed (write): no room; 2 more since the last alert of it",
+        "step 6 of rank 3 failed (write): no room",
+    ]

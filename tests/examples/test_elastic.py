@@ -7,13 +7,11 @@ starts as many as are left, with the same command line.
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ import pytest
 from ckptd.wire.channel import SOCKET_VARIABLE
 from devtools.processes import free_ports, kill_group, wait_until
 from tests.client.conftest import Daemon
+from tests.examples.history import History
 
 ROOT = Path(__file__).parents[2]
 WINDOWS = 96
@@ -40,6 +39,7 @@ class Launcher:
     def __init__(self, folder: Path, socket: Path, steps: int) -> None:
         self.events = folder / "events"
         self.events.mkdir()
+        self.history = History(self.events)
         self.output = folder / "output.txt"
         self._run = folder / "run"
         self._steps = steps
@@ -94,8 +94,7 @@ class Launcher:
 
     def log(self, generation: int, rank: int = 0) -> list[dict[str, Any]]:
         """Of one life of one rank."""
-        path = self.events / f"g{generation:05d}.{rank}.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return self.history.log(generation, rank)
 
     def _do(self, what: str, **options: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -148,45 +147,5 @@ def test_a_script_comes_back_smaller_and_larger(launcher: Launcher, here: Daemon
         assert {start["layout"] for start in starts} == {"2x2" if world == 4 else "FSDP over 3"}
         assert len({(start["step"], start["decision"]) for start in starts}) == 1
         assert f"{source} on ranks 0-{world - 1}" in starts[0]["decision"]
-        assert _state_at_start(launcher, generation) == _state_that_was_saved(launcher, generation, starts[0]["step"])
-    _check_samples(launcher, [HAND_OVERS[0][0], *(world for _, world, _ in HAND_OVERS)])
-
-
-def _state_at_start(launcher: Launcher, generation: int) -> dict[str, str]:
-    event = launcher.log(generation)[1]
-    assert event["event"] == "state"
-    return event["digests"]
-
-
-def _state_that_was_saved(launcher: Launcher, before: int, step: int) -> dict[str, str]:
-    """By the last life before this one that did the step."""
-    for generation in range(before - 1, 0, -1):
-        for event in launcher.log(generation)[2:]:
-            if event["event"] == "state" and event["step"] == step:
-                return event["digests"]
-    raise AssertionError(f"no life before {before} did step {step}")
-
-
-def _check_samples(launcher: Launcher, worlds: list[int]) -> None:
-    """Of each step its last life counts. Each sample is in one batch of an epoch, or, of the last one, in none."""
-    history: dict[int, tuple[int, list[int]]] = {}
-    for generation, world in enumerate(worlds, 1):
-        steps: dict[int, dict[int, dict[str, Any]]] = {}
-        for rank in range(world):
-            start, *events = launcher.log(generation, rank)
-            for event in events:
-                if event["event"] == "step":
-                    assert math.isfinite(event["loss"])
-                    same = steps.setdefault(event["step"], {}).setdefault(start["data_rank"], event)
-                    assert (same["samples"], same["epoch"]) == (event["samples"], event["epoch"])  # of one pair
-        for step, of_ranks in steps.items():
-            (epoch,) = {event["epoch"] for event in of_ranks.values()}
-            history[step] = epoch, [sample for event in of_ranks.values() for sample in event["samples"]]
-    assert sorted(history) == list(range(1, STEPS + 1))
-    epochs: dict[int, Counter[int]] = {}
-    for epoch, samples in history.values():
-        epochs.setdefault(epoch, Counter()).update(samples)
-    last = epochs.pop(max(epochs))
-    assert epochs == {epoch: Counter(range(WINDOWS)) for epoch in epochs}
-    assert set(last.values()) == {1}
-    assert len(epochs) >= STEPS // 12
+        launcher.history.check_hand_over(generation)
+    assert launcher.history.check_samples([HAND_OVERS[0][0], *(world for _, world, _ in HAND_OVERS)], WINDOWS) == STEPS

@@ -86,6 +86,17 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+HANG = ("--on-hang", "notify,end", "--hang-floor", "4", "--hang-grace", "0.5")
+
+
+@pytest.fixture
+def launcher_of_the_impatient(own_daemon: Callable[..., Daemon], tmp_path: Path) -> Iterator[Launcher]:
+    """Its daemon ends what makes no step for 4 s."""
+    found = Launcher(tmp_path, own_daemon(*HANG))
+    yield found
+    found.end()
+
+
 @pytest.fixture
 def launcher(own_daemon: Callable[..., Daemon], tmp_path: Path) -> Iterator[Launcher]:
     found = Launcher(tmp_path, own_daemon())

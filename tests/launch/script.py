@@ -1,4 +1,4 @@
-"""What the launcher starts: a training of one layer with a twist. ``script.py URL FOLDER SCENARIO``."""
+"""What the launcher starts: a training of one layer with a twist. ``script.py URL FOLDER SCENARIO [TIMES]``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 URL, FOLDER, SCENARIO = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+TIMES = int(sys.argv[4]) if len(sys.argv) > 4 else 0
+"""So many lives end badly."""
 RANK = int(os.environ["RANK"])
-LAST = 15
+LAST = 60 if SCENARIO == "hang" else 15
+TOGETHER = SCENARIO in ("stop", "hang", "fails")
+"""With a collective in each step."""
 
 
 def tell(**fields: Any) -> None:
@@ -40,6 +44,11 @@ def first_time() -> bool:
     return False
 
 
+def lives_so_far() -> int:
+    """How many lives of this rank have restored, with this one."""
+    return sum("restored" in line for line in (FOLDER / f"rank{RANK}.jsonl").read_text().splitlines())
+
+
 def main() -> None:
     """One life of the training."""
     child = FOLDER / "child"
@@ -51,13 +60,13 @@ def main() -> None:
 
     from ckptd_client import Checkpointer
 
-    if SCENARIO == "stop":
+    if TOGETHER:
         torch.distributed.init_process_group("gloo")
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
-    every = None if SCENARIO == "stop" else 5
+    every = {"stop": None, "fails": 2}.get(SCENARIO, 5)
     with Checkpointer(URL, state, every_steps=every, start_daemon=False) as ckpt:
         start = ckpt.restore(0 if SCENARIO == "orphan" else "latest")  # 0: from nothing, as the user once began
         tell(restored=start.step, source=start.source, pid=os.getpid())
@@ -68,7 +77,11 @@ def main() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            if SCENARIO == "stop":
+            if SCENARIO == "hang" and step == 40 and first_time():
+                time.sleep(300)
+            if SCENARIO == "fails" and RANK == 1 and step == 8 and lives_so_far() <= TIMES:
+                raise SystemExit(3)
+            if TOGETHER:
                 torch.distributed.barrier()
                 time.sleep(0.02)
             if SCENARIO == "bad" and step == 9 and first_time():

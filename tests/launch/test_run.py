@@ -79,6 +79,20 @@ def test_r81_a_signal_to_one_rank_stops_all_after_the_same_saved_step(launcher: 
 
 
 @pytest.mark.long
+def test_ranks_that_hang_and_are_ended_by_the_daemon_come_up_again(launcher_of_the_impatient: Launcher) -> None:
+    """In a store of their own: in the one of the start before they would find where its ranks could be reached."""
+    launcher = launcher_of_the_impatient
+    launcher.start("hang", "--nproc-per-node", "2")
+    assert launcher.wait() == 0, launcher.output
+    assert len(launcher.events("started")) == 2
+    (failed,) = launcher.events("failed")
+    assert "SIGKILL" in failed["text"]
+    for rank in (0, 1):
+        assert [line["restored"] for line in launcher.told(rank) if "restored" in line] == [0, 35]
+        assert launcher.told(rank)[-1] == {"step": 60}
+
+
+@pytest.mark.long
 def test_r161_workers_die_with_a_launcher_that_is_killed(launcher: Launcher) -> None:
     launcher.start("stop")
     launcher.await_step(1)

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from ckptd.errors import TrainingStopped
+from ckptd_client.launch.council import Council
 from ckptd_client.launch.journal import Journal
 from ckptd_client.launch.lookout import Lookout
-from ckptd_client.launch.policy import RestartRules
+from ckptd_client.launch.policy import History, RestartRules
 from ckptd_client.launch.supervisor import Supervisor
 from tests.client.conftest import Daemon
 
@@ -41,7 +42,7 @@ def group() -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
 
 def supervisor(daemon: Daemon, stop_seconds: float) -> Supervisor:
     found = Supervisor(RestartRules(), Lookout(daemon.socket), Journal(None), stop_seconds=stop_seconds)
-    found.starting("test#0")
+    found.starting("test#0", Council.alone(), History())
     return found
 
 

@@ -108,6 +108,10 @@ REFUSED: dict[str, tuple[type[CkptdError], str]] = {
         CoverageError,
         "rank 0: hole or overlap in the shard at byte 4096: the next piece starts at 4097",
     ),
+    "receipt/later-version.json": (
+        UnsupportedFormat,
+        "written by a newer release: format version 3, and this one reads 2 (upgrade ckptd)",
+    ),
     "receipt/layout-member-twice.json": (FormatError, "an object has the member 'shard_bytes' twice"),
     "receipt/layout-of-nothing.json": (FormatError, "malformed layout"),
     "receipt/name-twice.json": (CoverageError, "rank 0: w: named twice in one layout"),

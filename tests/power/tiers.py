@@ -27,6 +27,7 @@ from ckptd.daemon.owner import Owner, Seat
 from ckptd.daemon.tier import Checkpoint, Tier
 from ckptd.daemon.upload import existing_receipt, upload
 from ckptd.errors import NoCheckpoint, SaveSkipped, Superseded
+from ckptd.format import lineage
 from ckptd.format.keys import Version
 from ckptd.format.records import Parent
 from ckptd.storage import Backend, LeavingUploads, Limits, with_standard_wrappers
@@ -100,6 +101,8 @@ class TieredStory:
         for place in self.places:
             place.nodes = self.nodes
         self.pending: Held | None = None
+        self.opened: dict[int, Version | None] = {}
+        """Generation → what it was opened from."""
         self.changes = self.looks = self.copied = self.lost = 0
         self.processes: list[ModelFiles] = []
         self._stop_after = 0
@@ -272,6 +275,7 @@ class TieredLife:
         opened_from = await self._newest()
         world = self.story.nodes * self.random.choice([1, 2])
         record = await open_generation(tiers, launch="launch#0", world=world, opened_from=opened_from, host="h", pid=1)
+        self.story.opened[record.generation] = opened_from
         for node in self.nodes[1:]:
             await put_generation(node.near, record)
         parent = opened_from and Parent(generation=opened_from.generation, step=opened_from.step)
@@ -386,9 +390,12 @@ class TieredLife:
                 found = version
                 break
         promised = set.intersection(*(_safe(node.place) for node in self.nodes)) | _safe(self.story.far)
-        best = max(map(order, promised), default=None)
-        if best is not None and (found is None or order(found) < best):
-            self.story.broke(f"{max(promised, key=order)} was committed, and {found} is the newest that all can read")
+        # What was copied after the training had gone on from something older is beside the line, and stays there.
+        everything = sorted({*promised, *await tiers.committed()}, key=order)
+        line = lineage.line(everything, self.story.opened)
+        best = next((version for version in line if version in promised), None)
+        if best is not None and (found is None or order(found) < order(best)):
+            self.story.broke(f"{best} was committed, and {found} is the newest that all can read")
         return found
 
     async def _is_good(self, version: Version) -> bool:

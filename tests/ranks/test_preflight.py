@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import signal
@@ -125,6 +126,40 @@ def test_a_rank_that_stops_on_the_way_is_named(world: World) -> None:
     assert "rank 0: did not answer" in bad(report)["node0"]
     assert [answer["code"] for answer in (*answers, late)] == [BAD] * 3
     assert (answers[1]["shown"], late["shown"]) == ([], []), "one report is enough"
+
+
+@contextlib.contextmanager
+def slowed(rank: Rank) -> Iterator[None]:
+    """It runs for a twentieth of the time, as on a processor that is throttled, or that others have taken."""
+    done = threading.Event()
+
+    def hold_up() -> None:
+        while not done.wait(0.005):
+            rank.signal(signal.SIGSTOP)
+            done.wait(0.095)
+            rank.signal(signal.SIGCONT)
+
+    thread = threading.Thread(target=hold_up)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_a_rank_that_is_really_slow_is_named(world: World) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        calls = world.begin(pool, {}, traffic_bytes=16 * MIB, pair_seconds=30.0)
+        world.store.wait(["ckptd-preflight/0/checked/1"], timedelta(seconds=60))
+        with slowed(world.ranks[1]):
+            answers = [call.result(100) for call in calls]
+    (report,) = [report for answer in answers for report in answer["shown"]]
+    assert [answer["code"] for answer in answers] == [BAD] * 3, report["pairs"]
+    ((name, (reason,)),) = bad(report).items()
+    assert name == "node1"
+    assert reason.startswith("rank 1: slow with all it met: at best ")
+    assert [pair["outcome"] for pair in report["pairs"]] == ["well"] * 3
 
 
 @pytest.mark.long

@@ -21,7 +21,7 @@ from ckptd.pulse.page import RING_BEATS
 
 @pytest.fixture
 def pulse() -> Iterator[Pulse]:
-    found = Pulse()
+    found = Pulse(logs=False)  # rows go another way
     yield found
     found.close()
 

@@ -16,7 +16,19 @@ from ckptd.limits import ALERTS_KEPT
 log = logging.getLogger("ckptd.alerts")
 
 Level = Literal["info", "warning", "error"]
-AlertKind = Literal["hang", "recovered", "ended", "not_ended", "straggler", "caught_up", "machine", "bad_loss"]
+AlertKind = Literal[
+    "hang",
+    "recovered",
+    "ended",
+    "not_ended",
+    "straggler",
+    "caught_up",
+    "machine",
+    "failed",
+    "restarted",
+    "doubted",
+    "bad_loss",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

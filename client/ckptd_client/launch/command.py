@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ckptd.errors import CkptdError, ConfigError
 from ckptd.wire.channel import SOCKET_VARIABLE, default_socket
@@ -48,6 +50,9 @@ def run(argv: Sequence[str]) -> None:
             torchrun.run(args)  # type: ignore[no-untyped-call]  # pyright: ignore[reportUnknownMemberType]
     except ChildFailedError as error:
         raise supervisor.outcome or CkptdError(f"the training failed: {error}") from None
+    except (RendezvousError, DistError) as error:
+        supervisor.clear()
+        raise supervisor.left_alone(error) from error
     finally:
         journal.close()
 

@@ -1,28 +1,35 @@
-"""One node's group of workers, seen over all of its starts: ends it whole, decides what comes next, measures it."""
+"""One node's group of workers, seen over all of its starts: ends it whole, learns what comes next, measures it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from types import FrameType
 from typing import Literal
 
-from ckptd.errors import CkptdError, CrashLoop, TrainingStopped
-from ckptd.jitter import backoff_seconds
+from ckptd.errors import CkptdError, TrainingStopped
 from ckptd.wire.messages import TrainerLife
+from ckptd_client.launch.council import Council, Report
 from ckptd_client.launch.journal import Journal
+from ckptd_client.launch.judge import Judge
+from ckptd_client.launch.judge import in_words as told
 from ckptd_client.launch.lookout import Lookout
-from ckptd_client.launch.policy import Failure, Policy, RestartRules
+from ckptd_client.launch.policy import History, RestartRules
 from ckptd_client.launch.processes import children, end_all, exit_of, in_words
 from ckptd_client.launch.recovery import died_ns, recovered
 
 ASK_SECONDS = 0.2
-"""How often the daemon is asked for the first step of a start."""
-SECOND_SIGNAL_EXIT = 130
-Look = Literal["run", "wait", "over"]
+"""How often the daemon is asked for the first step of a start, and the other nodes for news."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+Look = Literal["run", "wait", "over", "regroup"]
+
+
+class _Interrupted(Exception):
+    """By a signal, where there is nothing to save."""
 
 
 class Supervisor:
@@ -30,123 +37,198 @@ class Supervisor:
 
     def __init__(self, rules: RestartRules, lookout: Lookout, journal: Journal, *, stop_seconds: float) -> None:
         """``stop_seconds``: from a signal until whatever still runs is ended."""
-        self._policy = Policy(rules, backoff_seconds)
+        self._judge = Judge(rules, lookout, journal)
         self._lookout = lookout
         self._journal = journal
         self._stop_seconds = stop_seconds
         self._others = children()
         """Not of the group: they were there before."""
+        self._council = Council.alone()
         self._stop_at: float | None = None
         """When the group is ended, once it was asked to stop."""
+        self._stop_for: Literal["", "good", "join"] = ""
+        """For good, or for a start with another node."""
         self._stop_asked = threading.Event()
+        self._untold = ""
+        """The signal of which the other nodes have not heard."""
+        self._may_interrupt = False
         self._launch = ""
         self._pids: Sequence[int] = ()
-        self._what = ""
-        """How the first worker that failed did so."""
+        self._what: str | None = None
+        """How the first workers that failed did so; ``None`` before the end."""
+        self._elsewhere = ""
+        """The failure of another node that this start ends of."""
         self._died_ns = self._noticed_ns = 0
         """Of the last failure; 0 where there was none, or its recovery has been told."""
-        self._ask_at = 0.0
+        self._ask_at = self._hear_at = 0.0
         self._stepped = False
         self.outcome: CkptdError | None = None
         """Why there is no further start."""
 
+    @property
+    def history(self) -> History:
+        """Of earlier failures, whichever node saw them."""
+        return self._judge.history
+
     # A start
 
-    def starting(self, launch: str) -> None:
+    @contextlib.contextmanager
+    def waiting_for_others(self) -> Generator[None]:
+        """While this node waits for others, a signal raises :class:`TrainingStopped`, as there is nothing to save."""
+        self._listen()
+        self._may_interrupt = True
+        try:
+            if self._stop_for == "good":
+                raise _Interrupted
+            yield
+        except _Interrupted:
+            raise self._stopped() from None
+        finally:
+            self._may_interrupt = False
+
+    def starting(self, launch: str, council: Council, history: History) -> None:
         """Workers of this launch are about to be started. Raises :class:`ckptd.errors.DaemonError`."""
         self._lookout.keep_daemon()
-        self._launch, self._what, self._stepped, self._ask_at = launch, "", False, 0.0
+        self._judge.history = history
+        self._council = council
+        self._launch, self._what, self._elsewhere, self._stepped, self._ask_at = launch, None, "", False, 0.0
+        if self._stop_for == "join":
+            self._stop_for, self._stop_at = "", None
 
     def started(self, pids: Sequence[int]) -> None:
         """They run, by local rank. A signal that came meanwhile is for them."""
         self._pids = pids
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, self._signalled)
+        self._listen()
         self._journal.tell("started", f"{len(pids)} workers of launch {self._launch}", launch=self._launch)
         if self._stop_asked.is_set():
             self._pass_on()
 
     def look(self) -> Look:
         """``wait``: some have stopped as they were asked to, the others are to have their time. ``over``: at least one
-        has failed or all have stopped, and nothing of the group is left."""
+        has failed or all have stopped, and nothing of the group is left; ``regroup``: likewise, for another node."""
+        self._tell_and_hear()
         codes = [exit_of(pid) for pid in self._pids]
         ended = [(rank, code) for rank, code in enumerate(codes) if code is not None]
         stopped = [rank for rank, code in ended if code == TrainingStopped.exit_code]
         if stopped and self._stop_at is None:
-            self._stop_at = time.monotonic() + self._stop_seconds
+            self._tell_and_hear(at_once=True)
+            if self._stop_at is None:  # a rank was asked, and no launcher
+                self._council.tell("stopping", f"local rank {stopped[0]} has stopped")
+                self._stop_by("good")
         if self._stop_at is not None:
             late = time.monotonic() >= self._stop_at
-            if len(ended) < len(codes) and not late:
+            if len(ended) < len(codes) and not late and not self._elsewhere:
                 return "wait"
-            if any(code != 0 for _, code in ended) or late:
+            if len(ended) < len(codes) or any(code != 0 for _, code in ended):
                 self._end(ended)
-                return "over"
+                return "regroup" if self._stop_for == "join" and not self._elsewhere else "over"
             return "run"
-        if bad := [(rank, code) for rank, code in ended if code != 0]:
+        bad = [(rank, code) for rank, code in ended if code != 0]
+        if bad or self._elsewhere:
+            if not self._elsewhere:
+                self._council.tell("failed", _in_words(bad))
             self._end(bad)
             return "over"
         self._tell_first_step(at_once=len(ended) == len(codes))
         return "run"
 
+    def regroup(self) -> Look:
+        """Another node waits to join: have all workers save and stop. Returns when they have; see :meth:`look`.
+        ``run``: the training was done before it came to that."""
+        if not self._stop_for:
+            self._council.tell("joining", "another node waits to join")
+            self._make_room("another node waits to join")
+        while (found := self.look()) == "wait":
+            time.sleep(ASK_SECONDS)
+        return found
+
+    def _make_room(self, why: str) -> None:
+        self._journal.tell("joining", f"{why}: workers have {self._stop_seconds:g} s for a last save")
+        self._stop_by("join")
+        self._pass_on()
+
     def _end(self, ended: Sequence[tuple[int, int | None]]) -> None:
-        if not self._what:
+        if self._what is None:
             self._noticed_ns = time.monotonic_ns()
-            words = [f"local rank {rank} {in_words(code)}" for rank, code in ended if code]
-            self._what = "; ".join(words[:4]) or "workers did not stop in time"
+            self._what = _in_words(ended)
         end_all(self._pids, self._others)
 
     def clear(self) -> None:
         """End whatever the group has left behind."""
         end_all(self._pids, self._others)
 
+    # Other nodes
+
+    def _tell_and_hear(self, *, at_once: bool = False) -> None:
+        if self._untold:
+            self._council.tell("stopping", self._untold)
+            self._untold = ""
+        if self._council.nodes == 1 or (time.monotonic() < self._hear_at and not at_once):
+            return
+        self._hear_at = time.monotonic() + ASK_SECONDS
+        for news in self._council.hear():
+            if news.what == "failed":
+                self._elsewhere = self._elsewhere or f"node {news.node}: {news.text}"
+            elif news.what == "joining" and not self._stop_for:
+                self._make_room(f"node {news.node}: {news.text}")
+            elif news.what == "stopping" and self._stop_for != "good":
+                self._journal.tell("stopping", f"node {news.node}: {news.text}", node=news.node)
+                self._stop_by("good")
+                self._pass_on()
+
+    def left_alone(self, error: Exception) -> CkptdError:
+        """What it means that a rendezvous did not come about."""
+        self._tell_and_hear(at_once=True)
+        if self._stop_for == "good":
+            return self._stopped()
+        return CkptdError(
+            f"no start with the other nodes came about: {error}",
+            hint="the launch has ended on another node, whose launcher says why, or the rendezvous' host is gone",
+        )
+
     # What comes next
 
     def again(self) -> bool:
-        """After a failure, with nothing of the group left: whether to start anew, once the time for it has come."""
-        if self._stop_at is not None:
+        """After a failure, with nothing of the group left: whether to start anew, once the time for it has come. The
+        same on all nodes."""
+        if self._stop_for == "good":
+            self._council.report(Report(stopping=True))
             self.outcome = self._stopped()
             return False
         self._tell_first_step(at_once=True)
-        failure = self._failure()
-        self._journal.tell("failed", self._told(failure), launch=self._launch, last_step=failure.last_step)
-        decision = self._policy.judge(failure)
-        self.outcome = decision.error
-        if decision.what == "back":
-            self.outcome = self._go_back(failure)
-        if self.outcome is None and decision.wait_seconds:
-            self._journal.tell("waiting", f"{decision.wait_seconds:.1f} s before the next start")
-            self._stop_asked.wait(decision.wait_seconds)
-        if self.outcome is None and self._stop_at is not None:
+        report = self._report()
+        self._journal.tell("failed", self._elsewhere or told(report), launch=self._launch, last_step=report.last_step)
+        ruling = self._council.settle(report, lambda all_: self._judge.rule(self._launch, all_, self._council.nodes))
+        self._judge.history = ruling.history
+        self.outcome = ruling.outcome
+        if self.outcome is None and ruling.wait_seconds:
+            self._journal.tell("waiting", f"{ruling.wait_seconds:.1f} s before the next start")
+            self._wait(ruling.wait_seconds)
+        if isinstance(self.outcome, TrainingStopped):  # another node was asked
+            self._stop_by("good")
+            self.outcome = None
+        if self.outcome is None and self._stop_asked.is_set():
             self.outcome = self._stopped()
         return self.outcome is None
 
-    def _failure(self) -> Failure:
+    def _wait(self, seconds: float) -> None:
+        """Or until this or another node is asked to stop."""
+        until = time.monotonic() + seconds
+        while self._stop_for != "good" and (left := until - time.monotonic()) > 0:
+            self._stop_asked.wait(min(left, ASK_SECONDS))
+            self._tell_and_hear()
+        self._tell_and_hear(at_once=True)
+
+    def _report(self) -> Report:
         lives = self._lookout.lives(self._launch) or ()
         self._died_ns = died_ns(lives, self._noticed_ns)
         steps = [life.last_step for life in lives if life.steps]
-        return Failure(
-            at_seconds=time.monotonic(),
-            what=self._what or "the group failed",
+        return Report(
+            what=self._what or ("" if self._elsewhere else "the group failed"),
+            died_unix_seconds=time.time() - (time.monotonic_ns() - self._died_ns) / 1e9,
             stepped=bool(steps) or self._stepped,
             last_step=max(steps, default=None),
         )
-
-    def _told(self, failure: Failure) -> str:
-        at = "before its first step" if not failure.stepped else f"after step {failure.last_step}"
-        return f"{failure.what}, {at}" if failure.last_step is not None or not failure.stepped else failure.what
-
-    def _go_back(self, failure: Failure) -> CkptdError | None:
-        """Have the checkpoint doubted that this start came from. An error where there is none to go back to."""
-        reason = f"restored, and then: {self._told(failure)}, again and again"
-        try:
-            version = self._lookout.doubt(self._launch, reason)
-        except CkptdError as error:
-            self._journal.tell("not_doubted", f"the checkpoint could not be marked as suspect: {error}")
-            return None
-        if not version:
-            return CrashLoop(f"{self._told(failure)}, again and again, and no checkpoint is to blame: it began anew")
-        self._journal.tell("doubted", f"marked {version} as suspect: going one checkpoint back", version=version)
-        return None
 
     def _tell_first_step(self, *, at_once: bool = False) -> None:
         """Ask the daemon, until each worker has done a step."""
@@ -167,26 +249,49 @@ class Supervisor:
 
     # Stopping
 
+    def _listen(self) -> None:
+        for number in SIGNALS:
+            signal.signal(number, self._signalled)
+
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if self._stop_at is None:
-            self._stop_at = time.monotonic() + self._stop_seconds
+        if self._stop_for != "good":
+            self._untold = name
+            self._stop_by("good")
             self._journal.tell(
                 "stopping", f"{name}: workers have {self._stop_seconds:g} s for a last save", signal=name
             )
             self._pass_on()
         elif number == signal.SIGINT:  # pressed twice
             self._stop_at = time.monotonic()
-        self._stop_asked.set()
+        if self._may_interrupt:
+            self._may_interrupt = False  # once
+            raise _Interrupted
+
+    def _stop_by(self, why: Literal["good", "join"]) -> None:
+        """A stop for good goes before one for another node, and keeps its time."""
+        if self._stop_at is None:
+            self._stop_at = time.monotonic() + self._stop_seconds
+        self._stop_for = why
+        if why == "good":
+            self._stop_asked.set()
 
     def _pass_on(self) -> None:
         for pid in self._pids:
             if exit_of(pid) is None:  # not reaped, so the number is still its own
                 os.kill(pid, signal.SIGTERM)
 
-    def _stopped(self) -> CkptdError:
+    def _stopped(self) -> TrainingStopped:
+        self._tell_and_hear()
         left = max((self._stop_at or 0.0) - time.monotonic(), 0.0)
-        safe = self._lookout.settle(left)
+        safe = not self._launch or self._lookout.settle(left)
         saved = "all that was sealed is committed" if safe else "the daemon still writes what was sealed: let it live"
-        self._journal.tell("stopped", f"{self._what or 'before a start'}; {saved}", safe=safe)
+        self._journal.tell("stopped", f"{self._how_it_ended()}; {saved}", safe=safe)
         return TrainingStopped(f"stopped as asked; {saved}", hint="start it again, and it goes on")
+
+    def _how_it_ended(self) -> str:
+        return "before a start" if self._what is None else self._what or "workers did not stop in time"
+
+
+def _in_words(ended: Sequence[tuple[int, int | None]]) -> str:
+    return "; ".join([f"local rank {rank} {in_words(code)}" for rank, code in ended if code][:4])
