@@ -7,9 +7,14 @@ them and become one of these.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import ClassVar, cast
 
 from ckptd.exits import Exit
+
+NEAR_MAX = 3
+"""How many names an error gives for one that is not there."""
 
 
 class CkptdError(Exception):
@@ -241,6 +246,17 @@ def from_fields(error: str, message: str, hint: str, unknown: type[CkptdError] =
     if not (isinstance(kind, type) and issubclass(kind, CkptdError)):
         kind = unknown
     return kind(message, hint=hint)
+
+
+def near(word: str, known: Iterable[str]) -> list[str]:
+    """Which of the known words may have been meant, the nearest first; at most :data:`NEAR_MAX`."""
+    return get_close_matches(word, list(dict.fromkeys(known)), n=NEAR_MAX, cutoff=0.5)  # s4 is as near as that to s3
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """What to add to a hint where a word is not known; empty where none that is known is near."""
+    found = near(word, known)
+    return f"; or is {' or '.join(found)} meant?" if found else ""
 
 
 def first_of(error: Exception) -> Exception:

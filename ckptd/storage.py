@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 from urllib.parse import urlsplit
 
-from ckptd.errors import ConfigError, UsageError
+from ckptd.errors import ConfigError, UsageError, meant
 from ckptd.format.keys import KEY_PATTERN
 from ckptd.pace import Pace
 
@@ -210,10 +210,16 @@ def check_prefix(prefix: str) -> None:
 def normal_url(url: str) -> str:
     """The one spelling of a root: a scheme always, absolute paths, no trailing slash. A bare path is ``file://``.
 
-    Raises :class:`ConfigError` for what can be no run's root: nothing at all, the file system's own root, credentials.
+    Raises :class:`ConfigError` for what can be no run's root: nothing at all, the file system's own root, a file on
+    another host, credentials.
     """
     scheme, separator, rest = url.partition("://")
     if not separator or scheme == "file":
+        if separator and rest.strip() and not rest.startswith(("/", "~", "{")):
+            raise ConfigError(
+                f"{url!r} names a host, {rest.partition('/')[0]!r}, and no folder of this machine",
+                hint=f"an absolute path has three slashes: file:///{rest}",
+            )
         path = Path(rest if separator else url)
         if not str(rest if separator else url).strip() or path.absolute() == Path("/"):
             raise ConfigError(f"{url!r} names no folder for a run", hint="give one, such as file:///data/runs/gpt")
@@ -247,14 +253,14 @@ def open_backend(
     if point is None:
         raise ConfigError(
             f"no backend for {scheme}:// is installed; known: {', '.join(sorted(found)) or 'none'}",
-            hint="install ckptd with the extra that brings it, such as ckptd[s3] or ckptd[fsspec]",
+            hint=f"install the extra that brings it, such as ckptd[s3] or ckptd[fsspec]{meant(scheme, found)}",
         )
     try:
         factory = cast(Factory, point.load())
     except ImportError as error:
         raise ConfigError(
             f"the backend for {scheme}:// needs a package that is not installed: {error.name}",
-            hint=f"pip install 'ckptd[{point.name}]'",
+            hint=f"pip install 'ckptd[{point.name}]'{meant(scheme, found)}",
         ) from error
     return factory(url, options or {}, state_dir=state_dir, threads_max=threads_max)
 

@@ -30,6 +30,7 @@ from ckptd.errors import (
     ShortRead,
     StorageError,
     TooLarge,
+    meant,
 )
 from ckptd.format.keys import KEY_PATTERN
 from ckptd.limits import MIB
@@ -44,6 +45,8 @@ INFLIGHT_MAX = 4
 _VISIBLE_WHEN_OPENED = {"memory"}
 """File systems whose new files are seen before they are complete; there an object is gathered, and written at once."""
 EXPLICIT = "fsspec+"
+OWN = ("file", "s3", "memory")
+"""Schemes that other backends have."""
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 log = logging.getLogger("ckptd.storage")
 
@@ -277,12 +280,21 @@ def open_fsspec(url: str, options: StorageOptions, *, state_dir: Path | None, th
     target = url.removeprefix(EXPLICIT)
     if "::" in target:
         raise ConfigError(f"{url}: chained URLs are refused", hint="name the store itself, without caches before it")
+    _check_scheme(target)
     try:
         file_system, base = url_to_fs(target, skip_instance_cache=True, use_listings_cache=False, **options)
     except (ImportError, ValueError, TypeError) as error:
         raise ConfigError(f"{url}: {error}") from error
     log.warning("%s: fsspec has no conditional put; let only a single writer use this run at a time", url)
     return FsspecBackend(url, file_system, base, threads_max)
+
+
+def _check_scheme(url: str) -> None:
+    fsspec: Any = importlib.import_module("fsspec")
+    scheme, known = url.partition("://")[0], {*fsspec.available_protocols(), *fsspec.registry}
+    if scheme not in known:
+        hint = f"known are {', '.join(OWN)}{meant(scheme, [*OWN, *known])}; by fsspec {', '.join(sorted(known))}"
+        raise ConfigError(f"{url}: no store has the scheme {scheme}://", hint=hint)
 
 
 _: Factory = open_fsspec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from ckptd.errors import UsageError
+from ckptd.errors import AccessDenied, ConfigError, UsageError
 from ckptd_backends.files import Files
 
 
@@ -30,10 +30,12 @@ class Directories:
             self.ensure(os.path.dirname(path))
         identity = self._identity(path)
         if identity is None:
-            if not below_root:
+            if below_root:
+                with contextlib.suppress(FileExistsError):  # another writer was faster
+                    self._files.make_directory(path)
+            else:
                 self._make_above_root()
-            with contextlib.suppress(FileExistsError):  # another writer was faster
-                self._files.make_directory(path)
+                self._make(path)
             identity = self._identity(path)
         elif self._synced.get(path) == identity:
             return
@@ -67,9 +69,20 @@ class Directories:
             missing.append(parent)
             parent = os.path.dirname(parent)
         for path in reversed(missing):
-            with contextlib.suppress(FileExistsError):
-                self._files.make_directory(path)
+            self._make(path)
             self._sync_name(path)
+
+    def _make(self, path: str) -> None:
+        """The root, or a folder above it, which nobody sweeps away meanwhile."""
+        try:
+            self._files.make_directory(path)
+        except FileExistsError:
+            pass
+        except FileNotFoundError:  # said by file systems that take no folders, such as /proc
+            above = os.path.dirname(path)
+            raise AccessDenied(
+                f"the folder {path} cannot be made: {above} takes none", hint="name a folder on a disk for the run"
+            ) from None
 
     def _sync_name(self, path: str) -> None:
         try:
@@ -88,4 +101,6 @@ class Directories:
             return None
         except NotADirectoryError:
             pass
+        if path == self._root or self._root.startswith(path + "/"):
+            raise ConfigError(f"{path} is not a folder, so no run can lie at {self._root}", hint="name a folder")
         raise UsageError(f"{path} is not a folder, so nothing can be stored in it: no key may be another's prefix")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import sys
 import time
 from collections.abc import Generator
 from email.utils import formatdate
@@ -80,6 +81,7 @@ _NO_CREDENTIALS = (
     boto.CredentialRetrievalError,
     boto.ProfileNotFound,
 )
+_NO_SERVER = (boto.EndpointConnectionError, boto.ConnectTimeoutError)
 _TLS = (boto.SSLError, urllib3.exceptions.SSLError)
 _UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER", "doesn't match")
 """What tells a certificate that is not trusted, or a server without TLS, from a handshake that broke off."""
@@ -114,7 +116,8 @@ def mapped(key: str, where: str) -> Generator[None]:
     except boto.ParamValidationError as error:
         raise UsageError(f"{key}: the S3 client refuses the request: {error}") from error
     except _TRANSIENT as error:
-        raise Unavailable(f"{where}: {type(error).__name__}: {error}", key=key) from error
+        hint = "does a server listen there: is endpoint_url right?" if isinstance(error, _NO_SERVER) else ""
+        raise Unavailable(f"{where}: {type(error).__name__}: {error}", key=key, hint=hint) from error
     except boto.BotoCoreError as error:
         raise StorageError(f"{where}: {type(error).__name__}: {error}", key=key) from error
 
@@ -177,11 +180,23 @@ def _hint(kind: type[StorageError], code: str, operation: str) -> str:
 
 
 def _own_credentials() -> str:
-    return (
-        f"process {os.getpid()} takes its credentials from storage_options (access_key_id, secret_access_key), or else "
-        "from its own environment, files and role: a daemon keeps the environment in which it was started, so end it "
-        "with `ckptd drain`, and it is started anew"
+    hint = (
+        f"process {os.getpid()} takes its credentials from storage_options (access_key_id, secret_access_key, or "
+        "profile), or else from its own environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE), "
+        "files and role"
     )
+    if _is_daemon():
+        hint += (
+            "; it is a daemon, which keeps the environment in which it was started: end it with `ckptd drain`, and it "
+            "is started anew"
+        )
+    return hint
+
+
+def _is_daemon() -> bool:
+    """Whether this process was started as one."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return (spec is not None and spec.name.startswith("ckptd.daemon")) or sys.argv[1:2] == ["serve"]
 
 
 def _region(details: dict[str, Any], metadata: dict[str, Any]) -> str:

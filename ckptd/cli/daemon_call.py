@@ -23,6 +23,7 @@ def call(path: Path, request: Request, kind: type[Reply], *, seconds: float) -> 
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(seconds)
         try:
+            os.lstat(path)  # where there is none, the folder's mode does not matter
             # Through 0711 others can pass but not look; whose folder and daemon it is decides.
             channel.check_folder(path, mode=0o711)
             connection.connect(str(path))
@@ -33,6 +34,12 @@ def call(path: Path, request: Request, kind: type[Reply], *, seconds: float) -> 
             data, fd = channel.receive(connection)
         except TimeoutError:
             raise DeadlineExceeded(f"the daemon at {path} did not answer within {seconds:g} s") from None
+        except PermissionError:
+            owner = _owner(path)
+            raise AccessDenied(
+                f"{path} belongs to {owner or 'another user'}, and is closed to uid {os.geteuid()}",
+                hint="ask as that user; whether a daemon runs there cannot be told from here",
+            ) from None
         except OSError as error:
             raise DaemonError(
                 f"no daemon at {path}: {error.strerror or error}",
@@ -48,3 +55,13 @@ def call(path: Path, request: Request, kind: type[Reply], *, seconds: float) -> 
     if not isinstance(reply, kind):
         raise DaemonError(f"the daemon answered a {type(request).__name__} with a {type(reply).__name__}")
     return reply
+
+
+def _owner(path: Path) -> str:
+    """Of the socket, or the nearest folder above it that can be seen."""
+    for place in (path, *path.parents):
+        try:
+            return f"uid {place.stat().st_uid}"
+        except OSError:
+            continue
+    return ""

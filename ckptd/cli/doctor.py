@@ -80,9 +80,10 @@ async def check_store(backend: Backend, probed: Backend, wishes: Wishes) -> list
     return [*findings, room] if room is not None else findings
 
 
-def check_root(url: str) -> tuple[str, list[Finding]]:
+def check_root(url: str) -> tuple[str | None, list[Finding]]:
     """Where below which the root is, or would be made: the URL of the nearest folder that is there, for a local root,
-    and what is to be said of it. Makes nothing. Any other store makes no folders."""
+    and what is to be said of it; ``None`` where that is no place for probes. Makes nothing. Any other store makes no
+    folders."""
     url = normal_url(url)
     if not url.startswith("file://"):
         return url, []
@@ -90,6 +91,10 @@ def check_root(url: str) -> tuple[str, list[Finding]]:
     there = _nearest(root)
     if there == root:
         return url, []
+    if there == Path("/"):
+        text = f"{root} does not exist, nor does any folder that it would lie in; the store was not checked"
+        hint = "is it spelled as you mean it, and mounted? Else make the folder, and ask again"
+        return None, [Finding("error", "root", text, hint)]
     text = f"{root} does not exist: the first save would make it, and the checks below are made in {there}"
     return f"file://{there}", [Finding("warning", "root", text, "is it spelled as you mean it, and mounted?")]
 

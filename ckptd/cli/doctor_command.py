@@ -40,8 +40,10 @@ def doctor(
     if json:
         emit([{"level": f.level, "subject": f.subject, "message": f.message, "hint": f.hint} for f in findings])
     else:
+        hints: set[str] = set()
         for finding in findings:
-            _print(finding)
+            _print(finding, hint="" if finding.hint in hints else finding.hint)
+            hints.add(finding.hint)
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(ResourceError.exit_code)
 
@@ -49,15 +51,17 @@ def doctor(
 async def check_url(url: str, option: list[str] | None, wishes: Wishes) -> list[Finding]:
     """What there is to find about the store at a URL."""
     there, findings = check_root(url)
+    if there is None:
+        return findings
     async with contextlib.AsyncExitStack() as stack:
         backend = await stack.enter_async_context(opened_backend(url, option))
         probed = await stack.enter_async_context(opened_backend(there, option)) if findings else backend
         return findings + await check_store(backend, probed, wishes)
 
 
-def _print(finding: Finding) -> None:
+def _print(finding: Finding, *, hint: str) -> None:
     out = console()
     out.print(f"{finding.level:8}", style=_STYLES[finding.level], end=" ")
     out.print(f"{finding.subject}: {finding.message}")
-    if finding.hint:
-        out.print(f"         {finding.hint}", style="dim")
+    if hint:
+        out.print(f"         {hint}", style="dim")

@@ -36,8 +36,9 @@ FILE_COLUMNS = 400
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Made anew for each use, as callers replace the streams. Without markup, as names may hold brackets."""
-    made = Console(stderr=stderr, highlight=False, soft_wrap=True, markup=False)
+    """Made anew for each use, as callers replace the streams. Without markup and emoji, as names may hold brackets and
+    colons."""
+    made = Console(stderr=stderr, highlight=False, soft_wrap=True, markup=False, emoji=False)
     if not made.is_terminal:
         made.width = FILE_COLUMNS
     return made

@@ -54,6 +54,8 @@ async def _store_checks(url: str, options: Options) -> list[Check]:
     try:
         checks = [check_of(finding, shared=True) for finding in await check_url(url, option, options.wishes)]
         there, _ = check_root(url)  # a trial makes no folder for the run
+        if there is None:
+            return checks
         async with opened_backend(there, option) as backend:
             checks += [await check_clock(backend), await check_rate(backend, options.probe_bytes)]
         return [Check(level="ok", subject=STORE, message=f"{backend.url} can be used from here", shared=True), *checks]

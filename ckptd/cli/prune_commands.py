@@ -23,7 +23,10 @@ Reason = Annotated[str, typer.Option(help="Why, for whoever looks later.")]
 
 def prune(
     url: Url,
-    last: Annotated[int, typer.Option(help="Keep the newest so many, and as many that are good.", min=1)],
+    last: Annotated[
+        int | None,
+        typer.Option(help="Keep the newest so many, and as many that are good; 1 beside another rule.", min=1),
+    ] = None,
     every_steps: Annotated[int | None, typer.Option(help="Keep the first at or after each multiple.", min=1)] = None,
     every: Annotated[float | None, typer.Option(help="Keep one for each so many seconds.")] = None,
     best: Annotated[
@@ -40,13 +43,16 @@ def prune(
 ) -> None:
     """Delete the checkpoints of a run that no rule keeps, and what was left of saves that never were committed.
 
-    The newest stays, and so do the newest that was verified, pinned ones, and what is being read. Refuses while a
-    trainer lives that writes to the run, as its daemon does this itself, by the trainer's own rules.
+    Rules add up: what any of them keeps, stays. The newest stays in any case, and so do the newest that was verified,
+    pinned ones, and what is being read. Refuses while a trainer lives that writes to the run, as its daemon does this
+    itself, by the trainer's own rules.
     """
 
     async def work() -> tuple[Found, Outcome | None]:
+        if last is None and every_steps is None and every is None and best is None:
+            raise ConfigError("no rule says what is to stay", hint="give --last, --every-steps, --every or --best")
         rules = Keep(
-            last=last,
+            last=last or 1,
             every_steps=every_steps,
             every=every,
             best=_best(best),

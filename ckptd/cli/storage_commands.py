@@ -248,7 +248,7 @@ def _print_shown(shown: Shown, tensors_max: int | None) -> None:
         ("launch", manifest.launch),
         ("parts", " ".join(manifest.parts)),
         ("metrics", _metrics(manifest.metrics)),
-        ("marks", ", ".join(f"{mark.mark} by {mark.by}" for mark in shown.marks)),
+        ("marks", "; ".join(f"{mark.mark} by {mark.by}" for mark in shown.marks)),
         ("size", f"{size(manifest.held_bytes)} by {counted(manifest.world, 'rank')}"),
         ("stored", _stored(manifest)),
     ):

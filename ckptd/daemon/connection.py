@@ -13,7 +13,17 @@ from collections.abc import Callable
 from ckptd.errors import ProtocolError, first_line
 from ckptd.limits import SEND_QUEUE_MAX
 from ckptd.wire.channel import Peer, receive, send
-from ckptd.wire.messages import HandArena, HandWatched, Incoming, Outgoing, decode_incoming, encode, refusal
+from ckptd.wire.messages import (
+    HandArena,
+    HandWatched,
+    Incoming,
+    Outgoing,
+    Request,
+    decode_incoming,
+    encode,
+    refusal,
+    request_number,
+)
 
 log = logging.getLogger(__name__)
 
@@ -114,12 +124,12 @@ class Connection:
                 raise ProtocolError("a descriptor goes with hand_arena and hand_watched, and with nothing else")
         except ProtocolError as error:
             _close_fd(fd)
-            self.refuse(error)
+            self.refuse(error, request_number(data))
             return
         try:
             self._received(message, fd)
         except ProtocolError as error:
-            self.refuse(error)
+            self.refuse(error, message.request if isinstance(message, Request) else 0)
 
     def refuse(self, error: Exception, request: int = 0) -> None:
         """Say why, in answer to ``request``, and close."""

@@ -103,7 +103,7 @@ class Verifying:
 
     async def _verify(self, wanted: _Wanted) -> None:
         run = Run(wanted.tier.verifying, wanted.run)
-        holder = holder_here("verifies it")
+        holder = holder_here("verification")
         try:
             found = await self._look(wanted, run, holder)
             stands = await record_verdict(run, wanted.version, good=found.good, by=holder, reason=found.reason)

@@ -329,6 +329,12 @@ Incoming = (
 Outgoing = Welcome | Refused | Done | Offers | ArenaGranted | Status | Lives | Doubted | Durable | Committed | Failed
 """What a trainer receives."""
 
+
+class _Numbered(msgspec.Struct):
+    request: Size = 0
+
+
+_numbered = msgspec.json.Decoder(_Numbered)
 _incoming = msgspec.json.Decoder(Incoming)
 _outgoing = msgspec.json.Decoder(Outgoing)
 
@@ -350,6 +356,14 @@ def decode_incoming(data: bytes) -> Incoming:
         return _incoming.decode(data)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise ProtocolError(f"not a message: {error}") from None
+
+
+def request_number(data: bytes) -> int:
+    """The number of a request, as far as it can be told of bytes that are no message; else 0."""
+    try:
+        return _numbered.decode(data).request
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return 0
 
 
 def decode_outgoing(data: bytes) -> Outgoing:

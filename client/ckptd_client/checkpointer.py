@@ -16,8 +16,7 @@ import msgspec
 
 from ckptd.checkpoint.keep import Keep
 from ckptd.checkpoint.selectors import Selector
-from ckptd.checkpoint.trial import Loader
-from ckptd.errors import CkptdError, ConfigError, StateError, UsageError
+from ckptd.errors import CkptdError, StateError, UsageError
 from ckptd.format.keys import Version
 from ckptd.format.records import metrics_for_record
 from ckptd.pulse.loss_rules import LossRules, OnBadLoss
@@ -29,7 +28,6 @@ from ckptd.wire.messages import Hello
 from ckptd_client import leaving, stopping
 from ckptd_client.agreement import nodes_of, open_agreement
 from ckptd_client.capture import Capture, Placement, State
-from ckptd_client.capture.selection import EVERYTHING, Selection
 from ckptd_client.collecting import collecting_later
 from ckptd_client.generation import Life, Opening, WriterClaim, open_life
 from ckptd_client.handles import Handles
@@ -41,7 +39,19 @@ from ckptd_client.resume import resumed
 from ckptd_client.save import Save
 from ckptd_client.saving import OnError, OnFull, Saving
 from ckptd_client.schedule import Appointments, Schedule
-from ckptd_client.settings import LogRanks, check_log, check_settings, check_step, declared, to_be_finite
+from ckptd_client.settings import (
+    LogRanks,
+    check_metrics,
+    check_settings,
+    check_step,
+    check_values,
+    check_words,
+    declared,
+    loader_of,
+    refuse_patterns_of_nothing,
+    selections,
+    to_be_finite,
+)
 from ckptd_client.snapshots import Snapshots, planned_or_refused
 from ckptd_client.staging.plan import Plan
 from ckptd_client.staging.stager import Check, Stager
@@ -129,20 +139,23 @@ class Checkpointer:
         Raises :class:`StateError` for a state that cannot be saved, :class:`ConfigError`,
         :class:`ckptd.errors.DaemonError`, :class:`ckptd.errors.RunInUse`; nothing was written then.
         """
-        check_settings(every_steps, every, slots, max_wait, verify_load_every)
-        check_log(log_ranks, on_bad_loss)
+        check_settings(
+            every_steps=every_steps, every=every, slots=slots, max_wait=max_wait, verify_load_every=verify_load_every
+        )
+        check_words(log_ranks=log_ranks, on_bad_loss=on_bad_loss, on_full=on_full, on_error=on_error, check=check)
+        check_values(state, keep, loss_rules)
         stopping.listen(stop_on)
         self._on_error: OnError = on_error
         self._takeover = takeover
         topology = Topology.detect(rank, world, launch)
         self._rank, self._world = topology.rank, topology.world
-        self._loader = None if verify_load is None else Loader.here(verify_load)
+        self._loader = loader_of(verify_load)
         self._load_every = verify_load_every
         self._incremental = incremental
         self._on_bad_loss: OnBadLoss = on_bad_loss
         self._loss_rules = loss_rules or LossRules()
         self._logs = log_ranks == "all" or (log_ranks == "first" and self._rank == 0)
-        finite = to_be_finite(check_finite)
+        alike, finite = declared(replicated), to_be_finite(check_finite)
         self._tiers = as_tiers(url, keep, storage_options)
         check_furthest(self._tiers, self._world)
         self._agree(topology)
@@ -152,10 +165,12 @@ class Checkpointer:
         self._handles = Handles(slot_freed=self._supply.wake)
 
         def make() -> State:
-            return State(state, world=self._world, rng=rng, rank=self._rank, replicated=declared(replicated))
+            return State(state, world=self._world, rng=rng, rank=self._rank, replicated=alike)
 
         try:
             planned, nodes = nodes_of(self._agreement, path, lambda: self._get_ready(make))
+            options = {"replicated": alike, "check_finite": finite}
+            refuse_patterns_of_nothing(self._agreement, self._state, planned[0], options)
         except BaseException:
             self._link.close()
             raise
@@ -173,6 +188,7 @@ class Checkpointer:
         appointments = Appointments(self._agreement.store, self._rank, self._world, self._saving.missed, stopping.asked)
         self._schedule = Schedule(every_steps, every, appointments, self._rank)
         self._progress = Progress(self._link.pulse)
+        self._stepped = 0
         self._closed = False
         self._pid = os.getpid()
         leaving.opened(self)
@@ -247,10 +263,12 @@ class Checkpointer:
 
         The checkpoint may come from another number of ranks, or another layout: each rank reads what it needs.
         ``include`` and ``exclude``: shell-like patterns over names such as ``model/layers.0.weight``, each standing for
-        what is below it too; the rest stays as it is. ``weights_only``: the modules of the state and nothing else.
-        ``cast``: tensors that may be taken in another dtype than that in which they were saved, by patterns, or all.
+        what is below it too; the rest stays as it is. A pattern that stands for nothing, on no rank, is an error.
+        ``weights_only``: the modules of the state and nothing else. ``cast``: tensors that may be taken in another
+        dtype than that in which they were saved, by patterns, or all.
 
-        Raises :class:`ckptd.errors.NoCheckpoint` where ``required`` and nothing was found, :class:`MismatchError` where
+        Raises :class:`ckptd.errors.ConfigError` for patterns that are none or stand for nothing, of ``cast`` too,
+        :class:`ckptd.errors.NoCheckpoint` where ``required`` and nothing was found, :class:`MismatchError` where
         ``strict`` and names, shapes or dtypes do not fit, :class:`ckptd.errors.IntegrityError` where nothing verifies,
         and the store's own error where it cannot tell.
         """
@@ -262,16 +280,13 @@ class Checkpointer:
         if fresh:
             restored = Restored()
         else:
-            if weights_only:
-                if include is not None:
-                    raise ConfigError("weights_only and include", hint="give one of them; exclude goes with either")
-                include = self._state.module_names()
+            selection, casts = selections(self._state, include, exclude, cast, weights_only=weights_only)
             wish = Wish(
                 step=step,
                 required=required,
                 strict=strict,
-                selection=Selection(include, exclude),
-                cast=EVERYTHING if cast is True else Selection(cast or ()),
+                selection=selection,
+                cast=casts,
             )
             restorer = Restorer(self._state, self._agreement, self._roots, self._supply, self._life_ahead, wish)
             with self._link.pulse.phase(Phase.RESTORE), collecting_later(), self._supply.held_back():
@@ -302,12 +317,15 @@ class Checkpointer:
         Tensors of one number on a CUDA device are logged as soon as they have been copied from there, mostly at the
         next step; nothing waits for that, unless a save is due. On any other device they are read at once.
 
+        Raises :class:`UsageError` for a metric that is no number, nor ``None``, and for a step before the last one.
         Returns the handle of a save, or ``None``. Never raises for a save that failed, unless ``on_error="raise"``.
         Raises :class:`ckptd_client.Stopped`, a ``SystemExit``, on all ranks at the same step, after a last save, where
         one of them got a signal of ``stop_on``.
         """
         self._check_open()
-        check_step(step)
+        check_step(step, self._stepped)
+        check_metrics(step, metrics)
+        self._stepped = step
         self._saving.report_failures(self._on_error)
         due = self._schedule.due(step)
         numbers = self._progress.step(step, metrics, due=due)
@@ -339,6 +357,7 @@ class Checkpointer:
         """
         self._check_open()
         check_step(step)
+        check_metrics(step, metrics or {})
         numbers = metrics_for_record(dict(metrics or {}))
         save = self._request(step, reason or "", numbers, pin=pin, debug=debug)
         if isinstance(save.error, StateError):

@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from ckptd.checkpoint.selectors import Selector, spoken
+from ckptd.errors import NEAR_MAX
 from ckptd.format.keys import Version, parse_version
 from ckptd.wire.messages import SnapshotOffer
 from ckptd_client.nearest import candidates, run_in
@@ -80,11 +81,17 @@ def is_newer(text: str, candidates: Sequence[str]) -> bool:
 
 
 def judged(votes: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the votes of all ranks, in their order, add up to. Only what no rank expects is unexpected."""
+    """What the votes of all ranks, in their order, add up to. Only what no rank expects is unexpected,
+    and a pattern stands for nothing where it does so on every rank."""
     everywhere = set(votes[0]["unexpected"]).intersection(*(vote["unexpected"] for vote in votes[1:]))
     return {
         "refusals": [vote["refusal"] for vote in votes if vote["refusal"] is not None],
         "unexpected": [name for name in votes[0]["unexpected"] if name in everywhere],
+        "unmatched": {
+            pattern: list(dict.fromkeys(name for vote in votes for name in vote["unmatched"][pattern]))[:NEAR_MAX]
+            for pattern in votes[0]["unmatched"]
+            if all(pattern in vote["unmatched"] for vote in votes)
+        },
         "everything": all(vote["everything"] for vote in votes),
         "sources": [vote["source"] for vote in votes],
         "unused": [reason for vote in votes for reason in vote["unused"]][:NOTICES_MAX],
@@ -97,7 +104,7 @@ def in_words(version: Version, saved_world: int, sources: Sequence[str]) -> str:
     for source, group in groupby(enumerate(sources), key=lambda item: item[1]):
         ranks = [rank for rank, _ in group]
         spans.append(f"{source} on " + (f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"))
-    return f"step {spoken(version)}, saved by {saved_world} ranks: {', '.join(spans)}"
+    return f"step {spoken(version)}, saved by {saved_world} rank{'s' if saved_world != 1 else ''}: {', '.join(spans)}"
 
 
 def unfinished(version: str, found: set[int], world: int) -> str:

@@ -16,7 +16,7 @@ from ckptd.checkpoint.regions import region
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.selectors import Selector
 from ckptd.checkpoint.tensors import StoredTensor, find_tensor, read_region
-from ckptd.errors import FormatError, UsageError
+from ckptd.errors import FormatError, UsageError, near
 from ckptd.format.keys import Version
 from ckptd.format.records import Box
 from ckptd.format.tree import decode_json, decode_tree
@@ -144,8 +144,12 @@ class CheckpointView(Mapping[str, TensorView]):
     def __getitem__(self, name: str) -> TensorView:
         found = self._loop.run(find_tensor(self._reader, name, self.rank))
         if found is None:
-            raise KeyError(name)
+            meant = near(name, self)
+            raise KeyError(f"{name}: no such tensor" + (f"; near is {', '.join(meant)}" if meant else ""))
         return TensorView(self._loop, self._reader, found)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._loop.run(find_tensor(self._reader, name, self.rank)) is not None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._loop.run(self._names()))

@@ -19,7 +19,8 @@ from ckptd.format.keys import Version, parse_version
 from ckptd_client.agreement import Agreement
 from ckptd_client.blocking import run_blocking
 from ckptd_client.capture import Prepared, State
-from ckptd_client.capture.restore import refuse_unexpected
+from ckptd_client.capture.misfit import refuse_unexpected
+from ckptd_client.capture.selection import refuse_unmatched
 from ckptd_client.capture.stored import Stored
 from ckptd_client.committed import CommittedCheckpoint
 from ckptd_client.decision import all_names, in_words, is_newer, judged, listed, offered, usable
@@ -125,6 +126,7 @@ class Restorer:
     ) -> Restored:
         prepared = attempt.prepared
         assert prepared is not None
+        refuse_unmatched(outcome["unmatched"])
         if self._wish.strict:
             refuse_unexpected(outcome["unexpected"])
         proven = outcome["everything"] and prepared.ranks.same
@@ -261,6 +263,7 @@ class Restorer:
             "refusal": attempt.refusal,
             "source": attempt.source,
             "unexpected": list(unexpected),
+            "unmatched": dict(attempt.prepared.unmatched) if attempt.prepared is not None else {},
             "everything": self._wish.selection.everything,
             "unused": [f"rank {self._agreement.rank} not from memory: {reason}" for reason in attempt.unused],
         }

@@ -7,7 +7,7 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -58,6 +58,7 @@ Url = str | Tier | Sequence[str | Tier]
 
 def as_tiers(url: Url, keep: Keep | None, storage_options: Mapping[str, Any] | None) -> tuple[Tier, ...]:
     """What the user gave, complete. Raises :class:`ConfigError`."""
+    _check_kind(url)
     given = (url,) if isinstance(url, str | Tier) else tuple(url)
     if not 1 <= len(given) <= TIERS_MAX:
         raise ConfigError(f"{len(given)} tiers", hint=f"give one to {TIERS_MAX} roots, the nearest first")
@@ -87,6 +88,19 @@ def as_tiers(url: Url, keep: Keep | None, storage_options: Mapping[str, Any] | N
     if len({tier.url for tier in complete}) < len(complete):
         raise ConfigError("two tiers have one root", hint="give each a place of its own")
     return complete
+
+
+def _check_kind(url: object) -> None:
+    """Raise :class:`ConfigError` for what names no root, or several without an order."""
+    several = list(cast("Sequence[object]", url)) if isinstance(url, list | tuple) else [url]
+    for each in several:
+        named = each.url if isinstance(each, Tier) else each
+        if not isinstance(named, str):
+            hint = "give a URL or a path as a str, a Tier, or a list of them"
+            raise ConfigError(f"url={url!r} names no root for a run", hint=hint)
+        keep = each.keep if isinstance(each, Tier) else None
+        if not isinstance(keep, Keep | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"keep={keep!r} of {named} is no Keep", hint="as in keep=Keep(last=3)")
 
 
 def roots_of(tiers: Sequence[Tier], launch: str) -> tuple[Root, ...]:

@@ -192,6 +192,22 @@ def test_a_pinned_save_outlives_retention(open_ckpt: Open, tmp_run: str) -> None
     wait_until(lambda: committed(tmp_run) == [2, 4], "all but the pinned to be deleted", deadline_seconds=20)
 
 
+def test_a_misspelled_restore_is_refused_before_anything_is_touched(open_ckpt: Open, tmp_run: str) -> None:
+    """Training must not go on from random weights because of a letter."""
+    training = Training()
+    training.step()
+    with open_ckpt(tmp_run, training.state) as ckpt:
+        ckpt.save(1).wait(timeout=30)
+    fresh = Training()
+    before = [each.clone() for each in fresh.parameters()]
+    with open_ckpt(tmp_run, fresh.state) as ckpt:
+        for wrong in ({"include": ["modle/*"]}, {"exclude": ["modle"]}, {"cast": ["modle"]}, {"include": "model"}):
+            with pytest.raises(ConfigError, match="mod"):
+                ckpt.restore(**wrong)  # type: ignore[arg-type]
+        assert all(map(torch.equal, fresh.parameters(), before))
+        assert ckpt.restore(include=["model/*"]).step == 1
+
+
 def test_settings_are_checked_all_at_once(daemon: Daemon, tmp_run: str) -> None:
     with pytest.raises(ConfigError, match=r"every_steps=0.*slots=0.*max_wait=-1"):
         Checkpointer(tmp_run, {}, every_steps=0, slots=0, max_wait=-1, socket=daemon.socket)

@@ -218,7 +218,7 @@ def test_a_step_that_is_none_is_refused_and_harms_nothing(open_ckpt: Open, tmp_r
     ckpt = open_ckpt(tmp_run, {"x": [1]}, every_steps=1)
     with pytest.raises(UsageError, match="is not an integer between"):
         ckpt.step(step)  # type: ignore[arg-type]
-    save = ckpt.step(1, loss=None, name="x", huge=10**400)
+    save = ckpt.step(1, loss=None, huge=10**400)
     assert save is not None
     save.wait(timeout=30)
 

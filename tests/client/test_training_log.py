@@ -18,7 +18,7 @@ from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.standing import Standing
 from ckptd.checkpoint.training_log import TrainingLog, read_log
 from ckptd.cli.daemon_call import call
-from ckptd.errors import ConfigError
+from ckptd.errors import ConfigError, UsageError
 from ckptd.format.keys import Version
 from ckptd.limits import LATE_ROWS_MAX, LOG_COLUMNS_MAX
 from ckptd.pulse import Pulse
@@ -205,7 +205,10 @@ def test_whatever_is_passed_is_logged_as_far_as_it_is_a_number(
     ckpt = open_ckpt(tmp_run, Training().state, socket=daemon.socket)
     ckpt.restore()
     with caplog.at_level(logging.WARNING):
-        ckpt.step(1, loss=torch.tensor(0.5, requires_grad=True), tokens=7, ok=True, words="none", many=torch.ones(3))
+        for wrong in ({"words": "none"}, {"many": torch.ones(3)}):
+            with pytest.raises(UsageError, match="metrics are numbers"):
+                ckpt.step(1, loss=9.0, **wrong)
+        ckpt.step(1, loss=torch.tensor(0.5, requires_grad=True), tokens=7, ok=True, none=None)
         ckpt.step(2, **{"train/acc": torch.tensor([0.25], dtype=torch.float16)}, loss=math.inf, huge=10**400)
         assert caplog.records == []
         ckpt.step(3, **{f"c{number}": number for number in range(LOG_COLUMNS_MAX)})

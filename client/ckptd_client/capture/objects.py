@@ -43,7 +43,7 @@ class ObjectSource(Source):
 
     def prepare(self, saved: object, restoring: Restoring) -> None:
         where = join(self._path)
-        if not restoring.selection.takes(where):
+        if not restoring.takes(where):
             return
         if restoring.contents.missing_here(saved) is not None:
             saved = self._reshaped(where, saved, restoring)

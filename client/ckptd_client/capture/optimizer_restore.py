@@ -23,6 +23,9 @@ from ckptd_client.dtypes import dtype_name, torch_dtype
 if TYPE_CHECKING:
     from ckptd_client.capture.restore import Restoring
 
+SET_BY_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
+"""Fields of a group that torch's schedulers add to it."""
+
 Entry = dict[Any, object]
 Group = dict[str, Any]
 Build = Callable[[], object]
@@ -80,6 +83,9 @@ class OptimizerRestore:
         of_group, entries = named.of_group, named.entries
         live = [key for number in range(len(self._parameters)) for key in self._keys(number)]
         common = set(self._restoring.common(live, of_group, (*self._path, "state")))
+        if common and (reason := self._of_another_kind(cast("list[Group]", groups))):
+            self._restoring.mismatch(join(self._path), reason)
+            return
         for number, group in enumerate(self._optimizer.param_groups):
             found = [key for key in self._keys(number) if key in common]
             self._prepare_group(number, self._fields[number], found, of_group, cast("list[Group]", groups))
@@ -90,11 +96,27 @@ class OptimizerRestore:
                     self._prepare_entry(parameter, entries.get(key), (*self._path, "state", segment(key)), group)
         self._prepare_others(members.get("others") or {})
 
+    def _of_another_kind(self, saved: list[Group]) -> str:
+        """Why the saved state is another optimizer's; empty where nothing says so. What one is set by tells: either
+        side has settings that the other does not know. One side alone may be a newer release of the same. Switches
+        do not tell, as they come with releases."""
+        ours = {name for name, value in self._optimizer.defaults.items() if not isinstance(value, bool | None)}
+        known = {*self._optimizer.defaults, *SET_BY_SCHEDULERS, *(name for group in self._fields for name in group)}
+        found = dict.fromkeys(name for group in saved for name in group)
+        lacking, foreign = sorted(ours.difference(found)), [name for name in found if name not in known]
+        if not (saved and lacking and foreign):
+            return ""
+        kind = type(self._optimizer).__name__
+        return (
+            f"it is of another optimizer: the checkpoint's has {', '.join(foreign)}, {kind} has {', '.join(lacking)}; "
+            f'exclude=["{join(self._path)}"] starts {kind} afresh'
+        )
+
     def _prepare_group(
         self, number: int, group: Group, keys: list[Key], of_group: dict[Key, int], saved: list[Group]
     ) -> None:
         where = join((*self._path, "param_groups", element(number)))
-        if not self._restoring.selection.takes(where):
+        if not self._restoring.takes(where):
             return
         everything = range(len(self._parameters))
         ours = {key for each in everything for key in self._keys(each) if self._takes(key)}
@@ -111,7 +133,7 @@ class OptimizerRestore:
         self._restoring.loaded.append(where)
 
     def _takes(self, key: Key) -> bool:
-        return self._restoring.selection.takes(join((*self._path, "state", segment(key))))
+        return self._restoring.takes(join((*self._path, "state", segment(key))))
 
     def _prepare_field(self, group: Group, field: str, saved: object, where: str) -> None:
         live = group.get(field)
@@ -224,7 +246,7 @@ class OptimizerRestore:
         state = cast("dict[Any, object]", self._optimizer.state)
         for key, value in saved.items():
             name = join((*self._path, "others", segment(key)))
-            if self._restoring.selection.takes(name):
+            if self._restoring.takes(name):
                 self._restoring.make(name, value, functools.partial(state.__setitem__, key))
 
 

@@ -69,7 +69,7 @@ class SavedStates:
     def _compare(self, key: Key, owner: Key, parameter: torch.Tensor, where: Path, restoring: Restoring) -> None:
         one, other = self.entries.get(key, {}), self.entries.get(owner, {})
         name = join((*where, segment(key)))
-        if one is other or not restoring.selection.takes(name):
+        if one is other or not restoring.takes(name):
             return
         part = restoring.part_of(parameter)
         for field in one.keys() | other.keys():

@@ -21,13 +21,11 @@ from ckptd.format.tree import Path
 from ckptd_client.capture.codecs import SavedTensor
 from ckptd_client.capture.contents import CPU, Contents, bits
 from ckptd_client.capture.copying import copy_all, shaped_as
+from ckptd_client.capture.misfit import misfit, some
 from ckptd_client.capture.parts import Part
-from ckptd_client.capture.selection import EVERYTHING, NOTHING, Selection
+from ckptd_client.capture.selection import EVERYTHING, NOTHING, Selection, unmatched
 from ckptd_client.capture.stored import Wanted
 from ckptd_client.dtypes import dtype_name
-
-NAMES_SHOWN = 8
-"""How many names an error lists of each kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +74,12 @@ class Restoring:
     missing: list[str] = field(default_factory=list[str])
     unexpected: list[str] = field(default_factory=list[str])
     mismatches: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    other_dtypes: list[str] = field(default_factory=list[str])
+    """Those of the mismatches that would fit if they were cast."""
     skipped: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     notices: list[str] = field(default_factory=list[str])
+    asked: set[str] = field(default_factory=set[str])
+    """The names that the selection may take or leave; not kept where it takes everything."""
 
     def __post_init__(self) -> None:
         self._builds: list[tuple[Callable[[], object], Callable[[Any], object]]] = []
@@ -88,14 +90,25 @@ class Restoring:
 
     # Checks
 
+    def takes(self, name: str) -> bool:
+        """Whether what has this name is to be taken."""
+        if not self.selection.everything:
+            self.asked.add(name)
+        return self.selection.takes(name)
+
+    def unmatched(self) -> dict[str, list[str]]:
+        """Patterns of the caller's that stand for nothing on this rank, and what may have been meant by each."""
+        chosen = unmatched(self.selection.patterns, self.asked)
+        return chosen | unmatched(self.cast.patterns, [*self.parts, *self.ties])
+
     def common(self, live: Iterable[Any], found: Mapping[Any, object], path: Path) -> list[Any]:
         """Keys on both sides that are to be taken, in live order. Those on one side only are noted as missing or
         unexpected."""
         wanted = {key: join((*path, segment(key))) for key in live}
-        self.missing += [name for key, name in wanted.items() if key not in found and self.selection.takes(name)]
+        self.missing += [name for key, name in wanted.items() if key not in found and self.takes(name)]
         others = [join((*path, segment(key))) for key in found if key not in wanted]
-        self.unexpected += [name for name in others if self.selection.takes(name)]
-        return [key for key, name in wanted.items() if key in found and self.selection.takes(name)]
+        self.unexpected += [name for name in others if self.takes(name)]
+        return [key for key, name in wanted.items() if key in found and self.takes(name)]
 
     def mismatch(self, name: str, reason: str) -> None:
         """Note that live and saved value do not fit: an error when strict, else the value is skipped."""
@@ -124,6 +137,7 @@ class Restoring:
         elif entry.dtype in map(dtype_name, dtypes):
             return True
         elif entry.dtype != dtype and not self.cast.takes(name):
+            self.other_dtypes.append(name)
             self.mismatch(name, f"dtype {entry.dtype} in the checkpoint, {dtype} here")
         else:
             if entry.dtype != dtype:
@@ -177,7 +191,7 @@ class Restoring:
         """Plan to compare tied tensors, whose values in the checkpoint must be equal. ``names``: all live ones."""
         contents, live = self.contents, self.ties
         for alias, name in live.items():
-            if self.selection.takes(alias):
+            if self.takes(alias):
                 self.compare(alias, name, self.parts[name])
         there = set(names)
         for alias, name in contents.aliases.items():
@@ -211,7 +225,7 @@ class Restoring:
         another rank's: with several, that is for :func:`refuse_unexpected`."""
         unexpected = self.unexpected if self.contents.ranks.world == 1 else []
         if strict and (self.missing or unexpected or self.mismatches):
-            raise _misfit(self.missing, unexpected, self.mismatches)
+            raise misfit(self.missing, unexpected, self.mismatches, self.other_dtypes)
 
     def report(self) -> Report:
         """What was found."""
@@ -254,27 +268,8 @@ class Restoring:
                 changed = [other.name for other, before in reversed(done) if not _put_back(other, before)]
                 raise MismatchError(
                     f"{load.name}: the object does not take what was saved: {first_line(error)}",
-                    hint=f"not put back either: {_some(changed)}" if changed else "the live state is as it was",
+                    hint=f"not put back either: {some(changed)}" if changed else "the live state is as it was",
                 ) from error
-
-
-def refuse_unexpected(names: Sequence[str]) -> None:
-    """Raise :class:`MismatchError` for names in the checkpoint that no rank has, if there are any."""
-    if names:
-        raise _misfit((), names, ())
-
-
-def _misfit(missing: Sequence[str], unexpected: Sequence[str], mismatches: Sequence[tuple[str, str]]) -> MismatchError:
-    kinds = {
-        "missing from the checkpoint": missing,
-        "unexpected in the checkpoint": unexpected,
-        "does not fit": [f"{name} ({reason})" for name, reason in mismatches],
-    }
-    problems = [f"{kind}: {_some(names)}" for kind, names in kinds.items() if names]
-    return MismatchError(
-        "the checkpoint does not fit the live state; " + "; ".join(problems),
-        hint="strict=False takes what fits and reports the rest",
-    )
 
 
 def _put_back(load: _Load, before: object) -> bool:
@@ -295,8 +290,3 @@ def copy_of(value: object) -> object:
     if type(value) in (list, tuple):
         return cast("type[list[object]]", type(value))(copy_of(item) for item in cast("list[object]", value))
     return copy.deepcopy(value)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - NAMES_SHOWN
-    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -49,7 +49,7 @@ class ScalerSource(Source):
 
     def prepare(self, saved: object, restoring: Restoring) -> None:
         where = join(self._path)
-        if not restoring.selection.takes(where):
+        if not restoring.takes(where):
             return
         live = self._state()
         found = cast("dict[str, object]", saved) if isinstance(saved, dict) else {}

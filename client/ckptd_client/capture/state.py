@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -26,7 +26,7 @@ from ckptd_client.capture.optimizer import OptimizerSource
 from ckptd_client.capture.parts import Part
 from ckptd_client.capture.restore import Report, Restoring
 from ckptd_client.capture.rng import RNG, RngSource
-from ckptd_client.capture.selection import EVERYTHING, NOTHING, Selection
+from ckptd_client.capture.selection import EVERYTHING, NOTHING, Selection, refuse_unmatched
 from ckptd_client.capture.shares import Placement
 from ckptd_client.capture.sources import flat_parameters, make_source, parameter_names
 from ckptd_client.capture.stored import Amount, Ranks, Stored
@@ -67,6 +67,8 @@ class Prepared:
     amount: Amount
     values: dict[str, object]
     """The checkpoint's whole tree; where it has a tensor, a :class:`~ckptd_client.capture.codecs.SavedTensor`."""
+    unmatched: Mapping[str, Sequence[str]]
+    """Patterns that stand for nothing on this rank, and what may have been meant by each."""
     _apply: Callable[[], None]
 
     def apply(self) -> None:
@@ -244,7 +246,8 @@ class State:
         """Check a checkpoint against the live state, plan the restore, read and verify all that it needs. Changes
         nothing.
 
-        Raises :class:`MismatchError` where strict and anything does not fit, :class:`StateError` where the
+        Raises :class:`ckptd.errors.ConfigError` for a pattern that stands for nothing, where this is the only rank,
+        :class:`MismatchError` where strict and anything does not fit, :class:`StateError` where the
         random-number state cannot be used, :class:`FormatError` for a tree that is malformed, and what reading raises.
         """
         live = self.capture()
@@ -264,17 +267,21 @@ class State:
             contents = Contents(stored)
             saved = contents.widen()
             restoring = planned(saved, contents)
+        nothing = restoring.unmatched()
+        if stored.ranks.world == 1:  # else it may be on another rank
+            refuse_unmatched(nothing)
         restoring.check(strict=strict)
         restoring.fetch()
         restoring.check(strict=strict)  # of ties, the values had to be read first
 
-        return Prepared(restoring.report(), stored.ranks, stored.amount, saved, restoring.apply)
+        return Prepared(restoring.report(), stored.ranks, stored.amount, saved, nothing, restoring.apply)
 
     def _plan(self, live: Capture, saved: dict[str, object], restoring: Restoring) -> None:
         """All that is to be done, with nothing read yet."""
-        selection = restoring.selection
-        restoring.missing += [name for name in live.tops if name not in saved and selection.takes(name)]
-        unexpected = [name for name in saved if name not in live.tops and selection.takes(name)]
+        if not restoring.selection.everything:
+            restoring.asked.update(live.tops, saved, self.module_names())
+        restoring.missing += [name for name in live.tops if name not in saved and restoring.takes(name)]
+        unexpected = [name for name in saved if name not in live.tops and restoring.takes(name)]
         if RNG in unexpected and self._rng is None:
             unexpected.remove(RNG)
             restoring.skip(RNG, "rng=False")
@@ -287,7 +294,7 @@ class State:
         builds: dict[str, Build] = {}
         for name in names:
             if name == RNG and self._rng is not None:
-                if restoring.selection.takes(name):
+                if restoring.takes(name):
                     self._rng.prepare(saved[name], restoring)
             elif not self._can_take(name):
                 restoring.skip(name, "the state is a mapping that cannot be written to")
@@ -298,6 +305,13 @@ class State:
     def module_names(self) -> list[str]:
         """Where the modules of the state are."""
         return [join(path) for path, _ in self._find_all(nn.Module)]
+
+    def to_come(self, names: Iterable[str]) -> list[str]:
+        """Where there may be tensors later: optimizers that have no state yet, and parts of the state that have none of
+        the tensors with these ``names``."""
+        without = set(self._state).difference(name.partition("/")[0] for name in names)
+        optimizers = [join(path) for path, found in self._find_all(torch.optim.Optimizer) if not found.state]
+        return [*optimizers, *map(segment, without)]
 
     def reshaping(self) -> list[str]:
         """Names of the objects that take over the states of another number of ranks."""

@@ -34,7 +34,7 @@ def merge(live: object, saved: object, path: Path, restoring: Restoring, find: F
         source.prepare(saved, restoring)
         return lambda: live
     if not (_is_container(live) and _is_container(saved)) and not (
-        restoring.selection.takes(where) and restoring.can_be_had(where, saved)
+        restoring.takes(where) and restoring.can_be_had(where, saved)
     ):
         return lambda: live
     match live, saved:
@@ -91,7 +91,7 @@ def _merge_dict(
     live: dict[Any, object], saved: dict[Any, object], path: Path, restoring: Restoring, find: FindSource
 ) -> Build:
     absent = [join((*path, segment(key))) for key in live if key not in saved]
-    restoring.missing += [name for name in absent if restoring.selection.takes(name)]
+    restoring.missing += [name for name in absent if restoring.takes(name)]
     items = {
         key: merge(live.get(key, _ABSENT), item, (*path, segment(key)), restoring, find) for key, item in saved.items()
     }
@@ -131,7 +131,7 @@ def _merge_items(
     ]
     for i in range(len(saved), len(live)):
         where = join((*path, element(i)))
-        taken = restoring.selection.takes(where)
+        taken = restoring.takes(where)
         if taken and find(live[i], (*path, element(i))) is None:
             continue  # as long as it was; but an object cannot be made from its absence
         if taken:

@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from torch.distributed import DistError
 from torch.distributed import run as torchrun
@@ -33,7 +34,7 @@ def run(argv: Sequence[str]) -> None:
     Raises :class:`ckptd.errors.TrainingStopped`, :class:`ckptd.errors.CrashLoop`, :class:`ckptd.errors.NeverStarted`,
     :class:`ckptd.errors.RestartsUsedUp`; :class:`ConfigError`; :class:`ckptd.errors.DaemonError`.
     """
-    args = _parser().parse_args(list(argv))
+    args = _parsed(argv)
     rules = _rules(args)
     _prepare(args)
     socket = args.socket or default_socket()
@@ -54,6 +55,32 @@ def run(argv: Sequence[str]) -> None:
         raise supervisor.left_alone(error) from error
     finally:
         journal.close()
+
+
+def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """Raises :class:`ConfigError`, in one line and without the usage of some eighty options."""
+    parser = _parser()
+
+    def refuse(message: str) -> NoReturn:
+        option, ambiguous, matches = message.removeprefix("ambiguous option: ").partition(" could match ")
+        if ambiguous:  # torchrun has each of its options in two spellings
+            spelled = dict.fromkeys(match.replace("_", "-") for match in matches.split(", "))
+            message = f"{option} may be short for {' or '.join(spelled)}"
+        raise ConfigError(f"ckptd run: {message}", hint="`ckptd run --help` lists the options; write them out")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    args = parser.parse_args(list(argv))
+    try:
+        torchrun.determine_local_world_size(args.nproc_per_node)
+    except ValueError as error:
+        raise ConfigError(
+            f"ckptd run: --nproc-per-node {args.nproc_per_node}: {error}", hint="a number, or auto, gpu or cpu"
+        ) from None
+    try:
+        torchrun.parse_min_max_nnodes(args.nnodes)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"ckptd run: --nnodes {args.nnodes}: {error}", hint="a number, or least:most") from None
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:
