@@ -6,8 +6,7 @@ Unknown members are ignored; a member given twice, another kind and a later form
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
@@ -477,13 +476,13 @@ def decode(data: bytes | memoryview, kind: type[AnyRecord]) -> AnyRecord:
 
 
 def _as_written(data: bytes | memoryview, kind: type[AnyRecord]) -> AnyRecord | None:
-    """The record, where ``data`` is just what :func:`encode` makes of it, as nearly always: then it is of that kind and
-    version, and has no member twice. A receipt has many MB, and is looked through once."""
+    """The record, where ``data`` is just what :func:`encode` makes of it, as nearly always: it is of that kind, and
+    has no member twice. A receipt has many MB, and is looked through once. ``None`` for a later version too."""
     try:
         record = msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError):
         return None
-    return record if encode(record) == bytes(data) else None
+    return record if record.format <= newest_format(kind_of(kind)) and encode(record) == bytes(data) else None
 
 
 def decode_layout(raw: msgspec.Raw) -> Layout:
@@ -494,19 +493,3 @@ def decode_layout(raw: msgspec.Raw) -> Layout:
         raise FormatError(f"malformed layout: {error}") from None
     refuse_duplicates(memoryview(raw), encode(layout))
     return layout
-
-
-def metrics_for_record(metrics: Mapping[str, Any]) -> dict[str, float | None]:
-    """Numbers as a record keeps them. ``None`` for what JSON cannot hold (nan, infinity) and for what is no number: a
-    metric never makes a save fail."""
-    numbers = {name: as_number(value) for name, value in metrics.items()}
-    return {name: number if number is not None and math.isfinite(number) else None for name, number in numbers.items()}
-
-
-def as_number(value: Any) -> float | None:
-    """``None`` for what is no number. A tensor is read, which waits for its device."""
-    try:
-        # item() reads a tensor that is part of a gradient without torch's warning.
-        return float(value.item() if hasattr(value, "item") else value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
-        return None

@@ -18,7 +18,7 @@ from ckptd.checkpoint.keep import Keep
 from ckptd.checkpoint.selectors import Selector
 from ckptd.errors import CkptdError, StateError, UsageError
 from ckptd.format.keys import Version
-from ckptd.format.records import metrics_for_record
+from ckptd.format.metrics import metrics_for_record
 from ckptd.pulse.loss_rules import LossRules, OnBadLoss
 from ckptd.pulse.page import Phase
 from ckptd.pulse.pulse import PhaseName, phase_named

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ckptd.format.records import as_number, metrics_for_record
+from ckptd.format.metrics import as_number, metrics_for_record
 from ckptd.limits import LATE_ROWS_MAX, LOG_COLUMNS_MAX, LOG_NAME_BYTES_MAX
 from ckptd.pulse.pulse import Pulse
 

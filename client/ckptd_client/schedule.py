@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ckptd.errors import CkptdError, ConfigError
-from ckptd_client.agreement import Store
+from ckptd_client.meeting import Store
 
 POLL_SECONDS = 0.2
 """How often a rank looks for a new appointment, in a thread of its own."""

@@ -13,7 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from ckptd.errors import CkptdError, ConfigError, DeadlineExceeded, StateError, UsageError
-from ckptd_client.agreement import Agreement, StorageStore, TorchStore
+from ckptd_client.agreement import Agreement
+from ckptd_client.meeting import StorageStore, TorchStore
 from ckptd_client.roll_call import roll_call
 from ckptd_client.roots import Root
 from ckptd_client.topology import Topology, torch_store

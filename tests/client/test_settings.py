@@ -13,9 +13,10 @@ from torch.distributed import HashStore
 
 from ckptd.errors import ConfigError, UsageError
 from ckptd_client import Checkpointer, Tier
-from ckptd_client.agreement import Agreement, OwnStore, TorchStore
+from ckptd_client.agreement import Agreement
 from ckptd_client.capture import State
 from ckptd_client.capture.selection import Selection
+from ckptd_client.meeting import OwnStore, TorchStore
 from ckptd_client.settings import (
     check_metrics,
     check_step,

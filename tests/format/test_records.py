@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ckptd.errors import FormatError, UnsupportedFormat
 from ckptd.format import records
 from ckptd.format.keys import GENERATION_MAX, RANK_MAX, STEP_MAX, Version
+from ckptd.format.metrics import metrics_for_record
 from ckptd.format.records import (
     Box,
     Common,
@@ -46,7 +47,6 @@ from ckptd.format.records import (
     decode,
     decode_layout,
     encode,
-    metrics_for_record,
 )
 from ckptd.limits import INTEGER_MAX, TENSOR_DIMS_MAX
 from tests.format.saved import Rank, changed, whole

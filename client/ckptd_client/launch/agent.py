@@ -23,10 +23,11 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from ckptd_client.agreement import Agreement, TorchStore
+from ckptd_client.agreement import Agreement
 from ckptd_client.launch.council import LOOK_SECONDS, Council
 from ckptd_client.launch.policy import History
 from ckptd_client.launch.supervisor import Supervisor
+from ckptd_client.meeting import TorchStore
 from ckptd_client.topology import LAUNCH_VARIABLE
 
 RESTARTS_UNLIMITED = 1_000_000
