@@ -33,6 +33,7 @@ _SWEPT = (
     keys.TOMBSTONES,
     keys.AGREEMENT,
     keys.TIERS,
+    keys.LOG,
     keys.CHECKPOINTS,
     keys.MARKS,
 )

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.errors import AccessDenied, AlreadyExists, StorageError, StorageFull, Unavailable, UsageError
+from ckptd.format import keys
 from ckptd.format.keys import KEY_PATTERN
 from ckptd.storage import Backend, open_backend
 from ckptd_backends.files import Files
@@ -380,10 +381,12 @@ def left_behind(root: Path, key: str) -> Path:
 
 
 async def test_temporaries_of_the_dead_are_swept_and_no_others(root: Path) -> None:
-    left = [left_behind(root, key) for key in ("checkpoints/1/a", "manifests/b", "tiers/1/copies/c")]
+    folders = [value for value in vars(keys).values() if isinstance(value, str) and value.endswith("/")]
+    assert {keys.CHECKPOINTS, keys.LOG} < set(folders)
+    left = [left_behind(root, f"{folder}1/a") for folder in folders]
     # Of another machine: its writer cannot be seen, so only age counts.
     fresh, old, foreign = (root / "leases" / f"~ckptd-1700000000-{'0' * 12}-{number:016d}" for number in range(3))
-    fresh.parent.mkdir()
+    fresh.parent.mkdir(exist_ok=True)
     for path in (fresh, old):
         path.write_bytes(b"x")
     age(old)
@@ -401,7 +404,7 @@ async def test_temporaries_of_the_dead_are_swept_and_no_others(root: Path) -> No
         await backend.put("checkpoints/1/a", Filling(b"ours", at_completion=sweep))
         assert await backend.get("checkpoints/1/a", limit_bytes=10) == b"ours"
     await sweep()
-    assert swept == [4, 0]
+    assert swept == [len(left) + 1, 0]
     assert temporaries(root) == {fresh, foreign, elsewhere}
     assert not (root / "manifests").exists()
 

@@ -149,7 +149,7 @@ async def test_a_success_that_is_not_the_stores_is_none(store: Backend, proxy: F
 
 REFUSED = {
     "denied": (refuse(403, "AccessDenied"), AccessDenied, "s3-policy.json"),
-    "unknown key": (refuse(403, "InvalidAccessKeyId"), AccessDenied, "ckptd drain"),
+    "unknown key": (refuse(403, "InvalidAccessKeyId"), AccessDenied, "AWS_ACCESS_KEY_ID"),
     "skewed": (refuse(403, "RequestTimeTooSkewed"), ClockSkewed, "NTP"),
     "no bucket": (refuse(404, "NoSuchBucket"), ConfigError, "create_bucket"),
     "full": (refuse(507, "InsufficientStorage"), StorageFull, "room"),

@@ -58,7 +58,8 @@ class Training:
     world: int = 1
     keep: int = KEPT_ALL
     tensors: int = 3
-    elements: int = 2000
+    elements: int = 5000
+    """Large enough for their copies to overlap."""
     wait: str = ""
     """For which state of each save they wait; empty: for none."""
     pause_seconds: float = 0.05

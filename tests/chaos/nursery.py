@@ -24,6 +24,7 @@ import torch
 
 from ckptd.checkpoint.run import Run
 from ckptd.daemon import stores
+from ckptd.daemon.budgets import Budgets
 from ckptd.daemon.server import run as serve
 from ckptd.daemon.settings import Settings
 from ckptd.storage import Limits, open_backend, with_standard_wrappers
@@ -100,7 +101,9 @@ def _live(config: dict[str, Any], events: int, counted: int) -> None:
         if config["kind"] == "daemon":
             _slow_down(config.get("slow_seconds", 0.0))
             socket_path = Path(config["socket"])
-            status = serve(Settings(socket=socket_path, commit_takeover_seconds=0.5, **config["settings"]))
+            settings: dict[str, Any] = {"commit_takeover_seconds": 0.5, **config["settings"]}
+            budgets = Budgets(**settings.pop("budgets", {}))
+            status = serve(Settings(socket=socket_path, budgets=budgets, **settings))
         else:
             status = train(config, tell)
     except BaseException as error:

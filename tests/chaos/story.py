@@ -14,7 +14,7 @@ POINT_SECONDS = 1.0
 """After so long without the chosen point, it happens where the processes are."""
 ACTIONS = ("kill trainer", "kill daemon", "kill both", "stop trainer", "stop daemon", "take over")
 WEIGHTS = (8, 7, 5, 2, 2, 2)
-SHAPES = ((3, 2_000), (3, 2_000), (4, 40_000), (40, 3_000), (2, 400_000))
+SHAPES = ((3, 2_000), (3, 5_000), (4, 40_000), (40, 5_000), (2, 400_000))
 """Tensors, and elements of each."""
 S3_SHAPE = (3, 700_000)
 """Uploads of several parts."""

@@ -3,6 +3,7 @@ between them."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -231,7 +232,8 @@ def test_no_secret_is_to_be_seen_anywhere(
     with raw_client(proxy.server) as client:
         prefix = url.removeprefix(f"s3://{proxy.server.bucket}/")
         for entry in client.list_objects_v2(Bucket=proxy.server.bucket, Prefix=prefix)["Contents"]:
-            stored = client.get_object(Bucket=proxy.server.bucket, Key=entry["Key"])["Body"].read()
-            told.append(stored.decode("latin-1"))
+            with contextlib.suppress(client.exceptions.NoSuchKey):  # the daemon still removes what it needed
+                stored = client.get_object(Bucket=proxy.server.bucket, Key=entry["Key"])["Body"].read()
+                told.append(stored.decode("latin-1"))
     assert "SlowDown" in daemon.log.read_text()
     assert [text[:200] for text in told if secret in text] == []

@@ -58,6 +58,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.ckpt: Checkpointer | None = None
+        self.stepped = 0
         self.training: Training | ParallelTraining | Digested = Training(width=16, layers=2)
         self.saves: dict[int, Save] = {}
         self.put_clock_right: Callable[[], None] = lambda: None
@@ -164,6 +165,7 @@ class Worker:
         state = self.training.state
         if beside:
             state = {**state, **{"object": {"foreign": object()}, "name": {"": 1}}[beside]}
+        self.stepped = 0
         self.ckpt = Checkpointer(url, state, rank=rank, world=world, launch=launch, socket=socket, **options)
         return {}
 
@@ -210,9 +212,10 @@ class Worker:
     def steps(self, count: int) -> dict[str, Any]:
         """So many steps of a training that does nothing."""
         assert self.ckpt is not None
-        for step in range(1, count + 1):
+        for _ in range(count):
             time.sleep(0.01)
-            self.ckpt.step(step, loss=1.0)
+            self.stepped += 1
+            self.ckpt.step(self.stepped, loss=1.0)
         return {}
 
     def meet(self) -> dict[str, Any]:

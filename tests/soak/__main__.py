@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=20, help=f"of {len(PLANS)} runs together")
     parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="how often to look")
     parser.add_argument("--delay", type=float, default=0.2, metavar="SECONDS", help="of each request to a store")
-    parser.add_argument("--bandwidth", type=float, default=8.0, metavar="MIB", help="a second, to each store")
+    parser.add_argument("--bandwidth", type=float, default=40.0, metavar="MIB", help="a second, to all stores")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="ckptd-soak-", dir="/tmp"))
     os.environ["XDG_STATE_HOME"] = str(folder)

@@ -82,7 +82,7 @@ class Soak:
         bytes_per_second: int,
     ) -> None:
         """``ranks``: all runs together. ``delay_seconds``: of the daemon's stores before each request.
-        ``bytes_per_second``: that each of them takes."""
+        ``bytes_per_second``: that the daemon writes to all of them."""
         folder.mkdir(mode=0o700)
         (folder / "s").mkdir(mode=0o700)
         self._nursery = nursery
@@ -95,7 +95,10 @@ class Soak:
             "socket": self._socket,
             "log": f"{folder}/log",
             "slow_seconds": delay_seconds,
-            "settings": {"upload_bytes_per_second": bytes_per_second, "retention_grace_seconds": 0.5},
+            "settings": {
+                "budgets": {"write_bytes_per_second": bytes_per_second},
+                "retention_grace_seconds": 0.5,
+            },
         }
         self.stores = {
             plan.name: Stored(

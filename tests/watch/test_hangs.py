@@ -88,7 +88,8 @@ def test_a_dry_run_only_counts(watching: Start, tmp_run: str) -> None:
         assert trainer.process.poll() is None
         watch = watched.watch()
         assert watch["counts"] == {"hangs": 1, "notify": 1, "dump": 1, "end": 1}
-        assert (watch["dry_run"], watch["alerts"]) == (True, [])
+        assert watch["dry_run"]
+        assert {alert["kind"] for alert in watch["alerts"]} <= {"machine"}, "of the machine it tells all the same"
         assert not (watched.socket.parent / "state" / "hangs").exists()
 
 
