@@ -167,6 +167,11 @@ def test_what_is_no_web_address_is_refused() -> None:
         Webhook("file:///etc/passwd")
 
 
+def of_the_run(heard: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without what is told of a machine that others keep busy."""
+    return [alert for alert in heard if alert["kind"] != "machine"]
+
+
 def test_people_hear_once_of_saves_that_fail_and_of_restarts(
     socket_path: Path, tmp_path: Path, receiver: tuple[str, list[dict[str, Any]]]
 ) -> None:
@@ -186,9 +191,9 @@ def test_people_hear_once_of_saves_that_fail_and_of_restarts(
             with trainer(daemon.socket, replace(member, launch=launch)) as session:
                 session.save(step)
                 assert isinstance(session.outcome(step), Committed)
-        wait_until(lambda: len(heard) >= 2, "two alerts", deadline_seconds=40)
+        wait_until(lambda: len(of_the_run(heard)) >= 2, "two alerts", deadline_seconds=40)
         assert daemon.terminate() == 0
-    failed, restarted = heard
+    failed, restarted = of_the_run(heard)
     assert (failed["kind"], failed["level"], failed["run"], failed["ranks"]) == ("failed", "error", member.url, [0])
     assert failed["message"].startswith("step 1 of rank 0 failed (write): ")
     assert (restarted["kind"], restarted["launch"], restarted["run"]) == ("restarted", "test#1", member.url)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ckptd.errors import TrainingStopped
@@ -17,6 +18,7 @@ from ckptd_client.launch.journal import Journal
 from ckptd_client.launch.lookout import Lookout
 from ckptd_client.launch.policy import History, RestartRules
 from ckptd_client.launch.supervisor import Supervisor
+from devtools.processes import wait_until
 from tests.client.conftest import Daemon
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -76,6 +78,7 @@ def test_a_worker_that_fails_takes_the_others_with_it(
     older = group("exec sleep 300")
     found = supervisor(own_daemon(), stop_seconds=60.0)
     fails, waits, done = group("exit 7"), group("trap '' TERM; exec sleep 300"), group("exit 0")
+    wait_until(lambda: psutil.Process(done.pid).status() == psutil.STATUS_ZOMBIE, "an end", deadline_seconds=30)
     found.started([fails.pid, waits.pid, done.pid])
     look_until_over(found)
     assert (fails.wait(10), waits.wait(10), done.wait(10)) == (7, -signal.SIGKILL, 0)

@@ -148,6 +148,7 @@ def slowed(rank: Rank) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.long
 def test_a_rank_that_is_really_slow_is_named(world: World) -> None:
     with ThreadPoolExecutor(3) as pool:
         calls = world.begin(pool, {}, traffic_bytes=16 * MIB, pair_seconds=30.0)
