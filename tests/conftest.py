@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 from devtools.seaweedfs import S3Endpoint, SeaweedFS
 
@@ -29,12 +30,29 @@ ALLOWED_SKIPS = {
 }
 OURS = "CKPTD_TEST_OWNER"
 """An environment variable that every descendant of a test inherits, however far it has detached itself."""
-GOING_SECONDS = 5
+GOING_SECONDS = 20
 """How long what a test started may take to end after the test."""
-LONGEST = ("ranks/test_flat", "examples/", "ranks/", "test_readme", "test_bench", "client/", "daemon/", "cases/")
+LONGEST = (
+    "ranks/test_flat",
+    "examples/",
+    "ranks/",
+    "chaos/",
+    "launch/",
+    "test_readme",
+    "test_bench",
+    "client/",
+    "daemon/",
+    "cases/",
+)
 """What takes long, the longest first: how the names of its files begin, below this folder."""
 FOREIGN_FILES = ("/dev/", "/proc/", "/sys/", "/usr/", os.path.realpath(sys.prefix), sys.prefix, sys.base_prefix)
 """Where libraries keep files open for good."""
+
+# How long an example takes, and how many a second there are, is the machine's affair and no property.
+settings.register_profile(
+    "busy", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
+settings.load_profile("busy")
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 

@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import HealthCheck, assume, settings
+from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
@@ -189,6 +189,4 @@ def _orphans_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 TestRetention = Retention.TestCase
-TestRetention.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much]
-)
+TestRetention.settings = settings(max_examples=60, stateful_step_count=25)
