@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
+from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.tiers import open_tiers
 from ckptd.checkpoint.verdicts import REASON_CHARACTERS_MAX, record_verdict
-from ckptd.errors import CkptdError, NotFound, StorageError
+from ckptd.errors import NotFound
 from ckptd.format.keys import Version
 from ckptd.storage import Backend
 
@@ -25,18 +26,13 @@ async def doubt(backends: Sequence[Backend], generation: int, *, by: str, reason
             break
     if version is None:
         return None
-    marked = False
-    failure: CkptdError | None = None
-    for run in tiers.runs:
-        try:
-            if version in await run.committed():
-                if not await record_verdict(run, version, good=False, by=by, reason=reason):
-                    continue
-                # Its bytes may be just what was saved: a later verification must not wash this off.
-                await run.add_mark(version, "unhealthy", by=by, reason=reason[:REASON_CHARACTERS_MAX])
-                marked = True
-        except CkptdError as error:
-            failure = error
-    if not marked:
-        raise failure or StorageError(f"{version} is committed in no tier", key=backends[0].url)
+
+    async def mark(run: Run) -> bool:
+        if not await record_verdict(run, version, good=False, by=by, reason=reason):
+            return False
+        # Its bytes may be just what was saved: a later verification must not wash this off.
+        await run.add_mark(version, "unhealthy", by=by, reason=reason[:REASON_CHARACTERS_MAX])
+        return True
+
+    await tiers.wherever_committed(version, mark)
     return version

@@ -9,7 +9,7 @@ from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.standing import UNMARKED
 from ckptd.checkpoint.tiers import open_tiers
 from ckptd.checkpoint.verdicts import REASON_CHARACTERS_MAX
-from ckptd.errors import CkptdError, StorageError
+from ckptd.errors import StorageError
 from ckptd.format.keys import Version
 from ckptd.storage import Backend
 
@@ -26,18 +26,13 @@ async def pin_before(
     version = next((v for v in own if v.step < step and standings.get(v, UNMARKED).good), None)
     if version is None:
         return None
-    marked = False
-    failure: CkptdError | None = None
-    for run in tiers.runs:
-        try:
-            if version in await run.committed():
-                if not (await run.standings()).get(version, UNMARKED).pinned:
-                    await run.add_mark(version, "pinned", by=by, reason=reason[:REASON_CHARACTERS_MAX])
-                marked = True
-        except CkptdError as error:
-            failure = error
-    if not marked:
-        raise failure or StorageError(f"{version} is committed in no tier", key=backends[0].url)
+
+    async def pin(run: Run) -> bool:
+        if not (await run.standings()).get(version, UNMARKED).pinned:
+            await run.add_mark(version, "pinned", by=by, reason=reason[:REASON_CHARACTERS_MAX])
+        return True
+
+    await tiers.wherever_committed(version, pin)
     return version
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 
 from ckptd.checkpoint.concurrency import each
 from ckptd.checkpoint.leases import launch_family
@@ -98,6 +98,20 @@ class TierRuns:
                 found = (await run.manifest(newest)).parent
                 return None if found is None else found.version
         return None
+
+    async def wherever_committed(self, version: Version, mark: Callable[[Run], Awaitable[bool]]) -> None:
+        """Call ``mark``, which says whether it took, in every tier that has a checkpoint. Raises what failed last, or
+        :class:`StorageError`, where it took in none."""
+        marked = False
+        failure: CkptdError | None = None
+        for run in self.runs:
+            try:
+                if version in await run.committed() and await mark(run):
+                    marked = True
+            except CkptdError as error:
+                failure = error
+        if not marked:
+            raise failure or StorageError(f"{version} is committed in no tier", key=self.runs[0].backend.url)
 
     async def latest_is_ours(self, launch: str) -> bool:
         """Whether the newest generation that is known was opened by this launch, or one of its restarts: then nobody

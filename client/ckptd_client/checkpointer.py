@@ -365,7 +365,8 @@ class Checkpointer:
         return save
 
     def _request(self, step: int, reason: str, metrics: Mapping[str, float | None], **kinds: bool) -> Save:
-        return self._saving.request(self._open_life(None, fresh=False), step, reason, metrics, **kinds)
+        self._open_life(None, fresh=False)
+        return self._saving.request(step, reason, metrics, **kinds)
 
     def fence(self) -> None:
         """Wait until no copy is in flight, before parameters or optimizer state are changed by something that torch's

@@ -5,23 +5,17 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Protocol
 
 from ckptd.errors import DeadlineExceeded
+from ckptd_client.meeting import Store
 
 LOOK_AGAIN_SECONDS = 0.5
 """How long a rank is waited for before its call is read anew: the one that was there may have been an earlier one's."""
 
 
-class Store(Protocol):
-    """As :class:`ckptd_client.agreement.Store`, but that values may be written over."""
-
-    def put(self, key: str, value: bytes) -> None: ...
-    def get(self, key: str, deadline_seconds: float) -> bytes: ...
-
-
 def roll_call(store: Store, rank: int, world: int, deadline_seconds: float) -> str:
-    """A name for this start, that all of its ranks have in common and no other start had.
+    """A name for this start, that all of its ranks have in common and no other start had. In the ``store`` values
+    may be written over.
 
     Each rank calls by a name of its own, and is answered under that name; so every one of them knows that rank 0 has
     heard it, and not an earlier one. Raises :class:`DeadlineExceeded`, naming the ranks that did not come.

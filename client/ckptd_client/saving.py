@@ -53,10 +53,11 @@ class Saving:
             for save, metrics in deferred:
                 self._save_now(save, step, metrics)
 
-    def request(self, life: Life, step: int, reason: str, metrics: Mapping[str, float | None], **kinds: bool) -> Save:
-        """Save a step, now or at the next boundary. ``kinds``: of :class:`Save`. A save of the step that is known is
-        returned instead."""
-        version = Version(step, life.generation)
+    def request(self, step: int, reason: str, metrics: Mapping[str, float | None], **kinds: bool) -> Save:
+        """Save a step in the open life, now or at the next boundary. ``kinds``: of :class:`Save`. A save of the step
+        that is known is returned instead."""
+        assert self.life is not None
+        version = Version(step, self.life.generation)
         known = self._handles.get(version)
         if known is not None:
             return known
