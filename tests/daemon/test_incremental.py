@@ -97,21 +97,25 @@ def stored_bytes(url: str, version: Version) -> int:
     return sum(path.stat().st_size for path in (run_folder(url) / f"checkpoints/{version}").glob("*.safetensors"))
 
 
-def check_restores(url: str, version: Version, parts: Parts) -> None:
+async def check_restored(run: Run, version: Version, parts: Parts) -> None:
     """It verifies, and has these bytes."""
+    found = await verify(run, version)
+    assert found.good, found.reason
+    async with await CheckpointReader.open(run, version) as reader:
+        for name, data in parts.items():
+            tensor = await find_tensor(reader, name, None)
+            assert tensor is not None
+            out = bytearray(tensor.size_bytes)
+            await read_region(reader, tensor, region(tensor.shape), memoryview(out))
+            assert out == data[: len(out)]
+
+
+def check_restores(url: str, version: Version, parts: Parts) -> None:
+    """As :func:`check_restored`."""
 
     async def check() -> None:
         async with contextlib.aclosing(open_backend(url)) as backend:
-            run = await Run.open(backend)
-            found = await verify(run, version)
-            assert found.good, found.reason
-            async with await CheckpointReader.open(run, version) as reader:
-                for name, data in parts.items():
-                    tensor = await find_tensor(reader, name, None)
-                    assert tensor is not None
-                    out = bytearray(tensor.size_bytes)
-                    await read_region(reader, tensor, region(tensor.shape), memoryview(out))
-                    assert out == data[: len(out)]
+            await check_restored(await Run.open(backend), version, parts)
 
     asyncio.run(check())
 

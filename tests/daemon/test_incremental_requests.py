@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
@@ -20,30 +19,20 @@ from ckptd.daemon.tier import Checkpoint
 from ckptd.daemon.upload import Contents, upload
 from ckptd.format import records
 from ckptd.format.cover import check_layout
-from ckptd.format.digests import digest_blocks
 from ckptd.format.keys import RUN as RUN_KEY
 from ckptd.format.keys import Version
 from ckptd.format.records import Receipt, Reference, Snapshot, decode, decode_layout, encode
 from ckptd.format.shard import block_bounds
 from ckptd.limits import BLOCK_BYTES_WRITTEN
 from ckptd.storage import open_backend
-from ckptd_backends.sources import Whole
 from ckptd_backends.wrappers import Traced
 from tests.daemon.member import RUN, Content, Member
 from tests.daemon.test_incremental import Parts, content, parts_of
+from tests.power.life import Snapshotted
 
 
-class Slot(Whole):
-    """A sealed slot, as the source of a put."""
-
-    resident_blocks = b""
-    unhealthy = ""
-
-    def __init__(self, shard: bytes, blocks: Blocks) -> None:
-        memory = mmap.mmap(-1, len(shard))
-        memory[:] = shard
-        super().__init__(memoryview(memory))
-        self.blocks = digest_blocks(self.view, list(zip(blocks.starts, blocks.stops, strict=True)))
+class Slot(Snapshotted):
+    """A sealed slot, whose bytes may be compared."""
 
     async def copy(self, parts: Sequence[tuple[int, memoryview]]) -> None:
         for start, out in parts:

@@ -12,11 +12,8 @@ from typing import Any, TypeVar
 import pytest
 
 from ckptd.checkpoint.keep import Keep
-from ckptd.checkpoint.reader import CheckpointReader
-from ckptd.checkpoint.regions import region
 from ckptd.checkpoint.retention import Outcome, apply
 from ckptd.checkpoint.run import Run
-from ckptd.checkpoint.tensors import find_tensor, read_region
 from ckptd.checkpoint.verify import verify
 from ckptd.errors import AlreadyExists, NoCheckpoint
 from ckptd.format.keys import Version, checkpoint_prefix, generation_key
@@ -26,7 +23,7 @@ from ckptd.wire.messages import Committed
 from devtools.processes import wait_until
 from devtools.seaweedfs import S3Endpoint
 from tests.daemon.member import Member
-from tests.daemon.test_incremental import FROZEN, HEADER, SLOT, Parts, content, parts_of, save, trained
+from tests.daemon.test_incremental import FROZEN, HEADER, SLOT, Parts, check_restored, content, parts_of, save, trained
 from tests.daemon.trainer import DaemonProcess, Trainer, trainer
 
 T = TypeVar("T")
@@ -68,20 +65,8 @@ class Root:
         return self.ask(look)
 
     def check_restores(self, version: Version, parts: Parts) -> None:
-        """It verifies, and has these bytes."""
-
-        async def look(run: Run) -> None:
-            found = await verify(run, version)
-            assert found.good, found.reason
-            async with await CheckpointReader.open(run, version) as reader:
-                for name, data in parts.items():
-                    tensor = await find_tensor(reader, name, None)
-                    assert tensor is not None
-                    out = bytearray(tensor.size_bytes)
-                    await read_region(reader, tensor, region(tensor.shape), memoryview(out))
-                    assert out == data[: len(out)]
-
-        self.ask(look)
+        """As :func:`check_restored`."""
+        self.ask(lambda run: check_restored(run, version, parts))
 
     def check_all(self) -> None:
         """Whatever is committed at this moment verifies, unless it goes meanwhile."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from ckptd.storage import open_backend
 from ckptd_client import Checkpointer
 from devtools.processes import kill_group, spawn
 from tests.client.conftest import Daemon
+from tests.hostile.damages import changed, flip, put_bomb, swap, truncate
 from tests.hostile.saving import NEW, OLD, new_state, save_as
 
 
@@ -72,23 +72,6 @@ def _remove(path: Path, _: Path) -> None:
     path.unlink()
 
 
-def _changed(change: Callable[[bytearray], object]) -> Damage:
-    def damage(path: Path, _: Path) -> None:
-        data = bytearray(path.read_bytes())
-        change(data)
-        path.write_bytes(data)
-
-    return damage
-
-
-def _flip(data: bytearray) -> None:
-    data[-10] ^= 2  # of the last tensor, of the last members
-
-
-def _truncate(data: bytearray) -> None:
-    del data[len(data) * 2 // 3 :]
-
-
 def _swap(path: Path, root: Path) -> Path:
     """With an object of the same checkpoint or, of the manifest, with the other one."""
     others = {
@@ -98,24 +81,17 @@ def _swap(path: Path, root: Path) -> Path:
         *root.glob("marks/*/*"),
     }
     other = min(others - {path}, key=lambda found: (found.parent != path.parent, found.suffix != path.suffix, found))
-    first, second = path.read_bytes(), other.read_bytes()
-    path.write_bytes(second)
-    other.write_bytes(first)
+    swap(path, other)
     return other
-
-
-def _bomb(path: Path, root: Path) -> None:
-    """A pickle that makes a folder, whoever loads it."""
-    path.write_bytes(b"cos\nmkdir\n(S'%s'\ntR." % os.fsencode(root / "exploded"))
 
 
 DAMAGES: dict[str, Damage] = {
     "removed": _remove,
-    "flipped": _changed(_flip),
-    "truncated": _changed(_truncate),
-    "extended": _changed(lambda data: data.extend(b"}" * 100)),
+    "flipped": changed(flip),
+    "truncated": changed(truncate),
+    "extended": changed(lambda data: data.extend(b"}" * 100)),
     "swapped": _swap,
-    "a pickle": _bomb,
+    "a pickle": put_bomb,
 }
 
 

@@ -26,52 +26,25 @@ from ckptd.storage import open_backend
 from ckptd_client.agreement import Agreement
 from tests.checkpoint.builder import make_run, retire
 from tests.client.test_agreement import outcomes, start
+from tests.hostile.damages import changed, flip, put_bomb, swap, truncate
 
 Damage = Callable[[Path, Path], None]
 """Of an object; the other one is of the same kind."""
-
-
-def _changed(change: Callable[[bytearray], object]) -> Damage:
-    def damage(path: Path, _: Path) -> None:
-        data = bytearray(path.read_bytes())
-        change(data)
-        path.write_bytes(data)
-
-    return damage
-
-
-def _flip(data: bytearray) -> None:
-    data[-10] ^= 2
 
 
 def _flip_structure(data: bytearray) -> None:
     data[0] ^= 2
 
 
-def _truncate(data: bytearray) -> None:
-    del data[len(data) * 2 // 3 :]
-
-
-def _swap(path: Path, other: Path) -> None:
-    first, second = path.read_bytes(), other.read_bytes()
-    path.write_bytes(second)
-    other.write_bytes(first)
-
-
-def _bomb(path: Path, _: Path) -> None:
-    """A pickle that makes a folder, whoever loads it."""
-    path.write_bytes(b"cos\nmkdir\n(S'%s'\ntR." % os.fsencode(path.parent / "exploded"))
-
-
 DAMAGES: dict[str, Damage] = {
     "removed": lambda path, _: path.unlink(),
-    "flipped": _changed(_flip),
-    "flipped at its start": _changed(_flip_structure),
-    "truncated": _changed(_truncate),
-    "extended": _changed(lambda data: data.extend(b"}" * 100)),
+    "flipped": changed(flip),
+    "flipped at its start": changed(_flip_structure),
+    "truncated": changed(truncate),
+    "extended": changed(lambda data: data.extend(b"}" * 100)),
     "emptied": lambda path, _: path.write_bytes(b""),
-    "swapped": _swap,
-    "a pickle": _bomb,
+    "swapped": swap,
+    "a pickle": lambda path, _: put_bomb(path, path.parent),
 }
 
 READ, REFERRED, DELETED, PINNED, VERIFIED, SUSPECT, NEWEST = (Version(step, 1) for step in range(10, 80, 10))

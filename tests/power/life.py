@@ -59,11 +59,11 @@ class Snapshotted(Whole):
     resident_blocks = b""
     unhealthy = ""
 
-    def __init__(self, shard: bytes, contents: Contents) -> None:
+    def __init__(self, shard: bytes, blocks: Blocks) -> None:
         memory = mmap.mmap(-1, len(shard))
         memory[:] = shard
         super().__init__(memoryview(memory))
-        self.blocks = digest_blocks(self.view, list(zip(contents.blocks.starts, contents.blocks.stops, strict=True)))
+        self.blocks = digest_blocks(self.view, list(zip(blocks.starts, blocks.stops, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class Life:
         receipt = await existing_receipt(self.backend, contents) if adopted else None
         if receipt is None:
             owner = cast(Any, SimpleNamespace(dead=adopted, connected=not adopted))
-            source = cast(Any, Snapshotted(shard, contents))
+            source = cast(Any, Snapshotted(shard, contents.blocks))
             receipt = (await upload(self.backend, contents, source, owner)).receipt
         self.promises.durable.add((pending.version, rank, pending.member.world))
         return receipt

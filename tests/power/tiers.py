@@ -8,7 +8,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -35,7 +35,7 @@ from ckptd_backends.local import LocalBackend, LocalOptions
 from tests.daemon.member import RUN, Member
 from tests.power.disk import Disk
 from tests.power.files import ModelFiles, PowerLost
-from tests.power.life import ALL, CHANCES, KEPT, NAMES, Snapshotted, below_root, contents_of
+from tests.power.life import ALL, CHANCES, KEPT, NAMES, Pending, Snapshotted, below_root, contents_of
 from tests.power.promises import Broken, Promises, Recorded
 from tests.power.steady import InPlace, run_steadily
 
@@ -77,18 +77,6 @@ class Place:
         self.promises.check(below_root(self.disk.left(source, chance)))
 
 
-@dataclass(frozen=True)
-class Held:
-    """A save whose snapshots the trainers still hold in memory."""
-
-    member: Member
-    step: int
-
-    @property
-    def version(self) -> Version:
-        return Version(self.step, self.member.generation)
-
-
 class TieredStory:
     """One seed. Its last life is not cut off."""
 
@@ -100,7 +88,7 @@ class TieredStory:
         self.near = [Place(f"near{node}", frozenset({node})) for node in range(self.nodes)]
         for place in self.places:
             place.nodes = self.nodes
-        self.pending: Held | None = None
+        self.pending: Pending | None = None
         self.opened: dict[int, Version | None] = {}
         """Generation → what it was opened from."""
         self.changes = self.looks = self.copied = self.lost = 0
@@ -233,7 +221,7 @@ class Node:
             self.link.join(owner)
         self.copying = asyncio.create_task(self.link.run())
 
-    def checkpoint(self, held: Held) -> Checkpoint:
+    def checkpoint(self, held: Pending) -> Checkpoint:
         owner = next(iter(self.owners.values()))
         return Checkpoint(self.near, held.version, held.member.world, RUN, owner.exchange(owner.nearest))
 
@@ -283,7 +271,7 @@ class TieredLife:
         await self._begin(member)
         first = (opened_from.step if opened_from else 0) + 1
         for step in range(first, first + STEPS_A_LIFE):
-            await self._save(Held(member, step), adopted=False)
+            await self._save(Pending(member, step), adopted=False)
         await self._settle(Version(first + STEPS_A_LIFE - 1, record.generation))
         await self._newest()
 
@@ -308,7 +296,7 @@ class TieredLife:
 
     # Saving and copying
 
-    async def _save(self, held: Held, *, adopted: bool) -> None:
+    async def _save(self, held: Pending, *, adopted: bool) -> None:
         self.story.pending = held
         try:
             done = await asyncio.gather(
@@ -323,13 +311,13 @@ class TieredLife:
             if not self.story.stopped:
                 self.story.pending = None
 
-    async def _save_rank(self, held: Held, rank: int, *, adopted: bool) -> None:
+    async def _save_rank(self, held: Pending, rank: int, *, adopted: bool) -> None:
         await asyncio.sleep(self.random.random())
         node = self.nodes[rank % len(self.nodes)]
         shard, contents = contents_of(replace(held.member, rank=rank), held.step)
         receipt = await existing_receipt(node.near, contents) if adopted else None
         if receipt is None:
-            source = cast(Any, Snapshotted(shard, contents))
+            source = cast(Any, Snapshotted(shard, contents.blocks))
             owner = cast(Any, SimpleNamespace(dead=adopted, connected=not adopted))
             receipt = (await upload(node.near, contents, source, owner)).receipt
         node.place.promises.durable.add((held.version, rank, held.member.world))

@@ -129,7 +129,7 @@ async def _upload_receipt_first(backend: Backend, contents: Contents, source: Sn
 async def _save_manifest_first(life: Life, pending: Pending, adopted: bool) -> None:
     world = pending.member.world
     slots = [contents_of(replace(pending.member, rank=rank), pending.step) for rank in range(world)]
-    sources = [Snapshotted(shard, contents) for shard, contents in slots]
+    sources = [Snapshotted(shard, contents.blocks) for shard, contents in slots]
     receipts = [
         _proof(contents, source, f"{pending.version}") for (_, contents), source in zip(slots, sources, strict=True)
     ]

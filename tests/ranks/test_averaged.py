@@ -11,7 +11,18 @@ import pytest
 
 from tests.client.conftest import Daemon
 from tests.ranks.conftest import RankError, Ranks
-from tests.ranks.test_flat import OTHER, STEPS, Spread, begin, check_restored, end, name_of, saved, values_of
+from tests.ranks.test_flat import (
+    OTHER,
+    STEPS,
+    Spread,
+    begin,
+    check_restored,
+    end,
+    name_of,
+    saved,
+    trained_on,
+    values_of,
+)
 
 Start = Callable[..., Daemon]
 
@@ -21,12 +32,7 @@ def check_goes_on(
 ) -> None:
     """Restored by as many ranks, from storage, it trains on as if nothing had been: in every loss and every value."""
     begin(ranks, folder, own_daemon().socket, url, spread, of=of)
-    ranks.each("restore")
-    ranks.each("run", steps=STEPS)
-    ranks.each("save_as_it_is", step=STEPS)
-    losses = ranks.each("run", steps=STEPS)
-    after = values_of(ranks)
-    end(ranks)
+    losses, after = trained_on(ranks)
     begin(ranks, folder, own_daemon().socket, url, spread, of={**of, **OTHER, "warm": warm})
     assert {answer["source"] for answer in ranks.each("restore")} == {"storage"}
     assert ranks.each("run", steps=STEPS) == losses

@@ -49,6 +49,17 @@ def values_of(ranks: Ranks) -> dict[str, str]:
     return values
 
 
+def trained_on(ranks: Ranks) -> tuple[list[Any], dict[str, str]]:
+    """Some steps, a save, and what as many further ones came to: each loss, and each value. Ends the ranks' turn."""
+    ranks.each("restore")
+    ranks.each("run", steps=STEPS)
+    ranks.each("save_as_it_is", step=STEPS)
+    losses = ranks.each("run", steps=STEPS)
+    after = values_of(ranks)
+    end(ranks)
+    return losses, after
+
+
 def saved(ranks: Ranks, folder: Path, socket: Path, url: str, spread: Spread, **options: Any) -> Before:
     """A few steps, and a save of them."""
     begin(ranks, folder, socket, url, spread, **options)
@@ -132,12 +143,7 @@ def test_training_goes_on_bit_for_bit(
 ) -> None:
     socket = own_daemon().socket
     begin(ranks, tmp_path, socket, tmp_run, spread)
-    ranks.each("restore")
-    ranks.each("run", steps=STEPS)
-    ranks.each("save_as_it_is", step=STEPS)
-    losses = ranks.each("run", steps=STEPS)
-    after = values_of(ranks)
-    end(ranks)
+    losses, after = trained_on(ranks)
     if source == "storage":
         socket = own_daemon().socket
     # In its first step DDP adds up the gradients of three ranks in another order than in all later ones.
