@@ -198,7 +198,7 @@ def profile(
     tensors: Annotated[int | None, typer.Option(help="Of the state, all equal; else shaped like a GPT.", min=4)] = None,
     tries: Annotated[int, typer.Option(help="Of which the least counts.", min=1)] = 5,
     look: Annotated[str, typer.Option(help="save, memory or disk: show where its processor time goes.")] = "",
-    folder: Annotated[Path, typer.Option(help="On the disk to measure.")] = Path("build/bench"),
+    folder: Annotated[Path, typer.Option(help="On the disk to measure.", resolve_path=True)] = Path("build/bench"),
 ) -> None:
     """What saves and restores cost: elapsed and processor time, beside a bare copy and a bare read."""
     torch.set_num_threads(1)

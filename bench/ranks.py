@@ -173,7 +173,7 @@ def report(results: dict[str, Any]) -> str:
 def main(
     saves: Annotated[int, typer.Option(help="Measured of each world and size.", min=1)] = 20,
     results: Annotated[Path, typer.Option(help="Where the result goes.")] = RESULTS,
-    folder: Annotated[Path, typer.Option(help="On the disk to write to.")] = Path("build/bench"),
+    folder: Annotated[Path, typer.Option(help="On the disk to write to.", resolve_path=True)] = Path("build/bench"),
 ) -> None:
     """The daemon's costs for 1 to 8 ranks; about three minutes."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,8 @@
 
 Write: temporary file beside the target → bytes by ``O_DIRECT`` where that is to be had → sync the file → link it to its
 name → sync the folder, and every folder above that is new. Names that are no keys (temporaries begin with ``~``) and
-symbolic links are neither listed nor followed.
+symbolic links are neither listed nor followed. Nothing is written, and nothing called missing, while a root where a run was
+seen is not there (``local_root``).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -98,6 +100,7 @@ class LocalBackend:
                 path_taken = "direct" if new.body_bytes else "buffered"
                 cached_bytes = source.view.nbytes - new.body_bytes
                 state = await calls.run_long(cached_bytes, new.publish, if_absent=if_absent)
+                self._directories.root.saw(key)
                 return _info(key, state, path_taken)
             finally:
                 new.give_up()
@@ -132,7 +135,7 @@ class LocalBackend:
         for key, path in paths.items():
             try:
                 with mapped(key, path):
-                    self._files.unlink(path)
+                    self._directories.root.found(path, partial(self._files.unlink, path))
                 folders.add(os.path.dirname(path))
             except NotFound:
                 folders.add(os.path.dirname(path))  # whoever removed it may have died before that was durable
@@ -174,17 +177,24 @@ class LocalBackend:
         async with self._operation(path) as calls:
             with mapped(key, path):
                 try:
-                    reading = self._files.read_small(path, limit_bytes + 1, self._pool.executor)
-                    data = await calls.wait_for(reading)
+                    data = await calls.wait_for(self._read_small(path, limit_bytes + 1, calls))
                 except IsADirectoryError:
                     raise NotFound("no such object", key=key) from None
+        self._directories.root.saw(key)
         if len(data) > limit_bytes:
             raise TooLarge(f"has more than {limit_bytes} bytes, the most that was expected", key=key)
         return data
 
+    async def _read_small(self, path: str, limit_bytes: int, calls: Calls) -> bytes:
+        try:
+            return await self._files.read_small(path, limit_bytes, self._pool.executor)
+        except FileNotFoundError:
+            await calls.run(self._directories.root.found, path, partial(self._files.state, path))
+            return await self._files.read_small(path, limit_bytes, self._pool.executor)
+
     async def read_into(self, key: str, out: memoryview, *, offset: int = 0) -> None:
         target = byte_view(out)
-        file = OpenFile(self._files, key, self._path(key))
+        file = OpenFile(self._files, self._directories.root, key, self._path(key))
 
         async def read(_: int, part: Part) -> None:
             await self._pool.run(file.read, target[part.start : part.stop], offset + part.start)
@@ -204,7 +214,8 @@ class LocalBackend:
         path = self._path(key)
         async with self._operation(path) as calls:
             with mapped(key, path):
-                state = await calls.run(self._files.state, path)
+                state = await calls.run(self._directories.root.found, path, partial(self._files.state, path))
+        self._directories.root.saw(key)
         if not state.is_file:
             raise NotFound("no such object", key=key)
         return _info(key, state)
@@ -232,7 +243,10 @@ class LocalBackend:
         path = os.path.join(self._root, prefix).rstrip("/")
         try:
             with mapped(prefix, path):
-                states = self._files.list(path)
+                states = self._directories.root.found(path, partial(self._files.list, path))
+                if not states and path == self._root:
+                    self._directories.root.check()
+                    states = self._files.list(path)
         except NotFound:
             return []  # nothing was ever stored there, or it has just been deleted
         return sorted(states, key=lambda state: state.name + "/" * state.is_directory)

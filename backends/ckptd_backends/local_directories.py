@@ -7,10 +7,11 @@ import os
 
 from ckptd.errors import AccessDenied, ConfigError, UsageError
 from ckptd_backends.files import Files
+from ckptd_backends.local_root import Root
 
 
 class Directories:
-    """The folders below one root (a path without symbolic links), made as they are needed.
+    """The folders below one root (a path without symbolic links), made as they are needed, unless the root has gone.
 
     Blocking; safe from several threads.
 
@@ -19,6 +20,7 @@ class Directories:
     """
 
     def __init__(self, files: Files, root: str) -> None:
+        self.root = Root(files, root)
         self._files = files
         self._root = root
         self._synced: dict[str, tuple[int, int]] = {}
@@ -28,6 +30,8 @@ class Directories:
         below_root = path != self._root
         if below_root:
             self.ensure(os.path.dirname(path))
+        else:
+            self.root.check()
         identity = self._identity(path)
         if identity is None:
             if below_root:
@@ -47,7 +51,9 @@ class Directories:
         """Make durable what was named in ``path`` and removed from it, and its own name, where it is there: whoever did
         it may have died before that."""
         if self._identity(path) is None:
-            return
+            self.root.check()
+            if self._identity(path) is None:
+                return
         self.ensure(path)
         with contextlib.suppress(FileNotFoundError):  # removed by now, and all that was in it before
             self._files.fsync_directory(path)

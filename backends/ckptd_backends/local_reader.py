@@ -6,6 +6,7 @@ from ckptd.errors import NotFound, ShortRead
 from ckptd.limits import MIB, PAGE_BYTES
 from ckptd_backends.files import Files, address_of, new_pages, unsupported
 from ckptd_backends.local_errors import mapped
+from ckptd_backends.local_root import Root
 from ckptd_backends.sources import Part
 
 DIRECT_READ_BYTES_MIN = 4 * MIB
@@ -15,8 +16,9 @@ DIRECT_READ_BYTES_MIN = 4 * MIB
 class OpenFile:
     """The calls: ``open``, any number of ``read`` at once, and always ``close`` at last."""
 
-    def __init__(self, files: Files, key: str, path: str) -> None:
+    def __init__(self, files: Files, root: Root, key: str, path: str) -> None:
         self._files = files
+        self._root = root
         self._key = key
         self._path = path
         self._descriptor = -1
@@ -28,7 +30,7 @@ class OpenFile:
         there."""
         with mapped(self._key, self._path):
             try:
-                self._descriptor = self._files.open(self._path)
+                self._descriptor = self._root.found(self._path, lambda: self._files.open(self._path))
             except IsADirectoryError:
                 raise NotFound("no such object", key=self._key) from None
         self._set_direct(direct)

@@ -47,7 +47,7 @@ class NewFile:
         """Make the temporary file in the folder of the target, with room for all its bytes."""
         size = self._view.nbytes
         with mapped(self._key, self._target, room=self._room):
-            self._descriptor = self._open()
+            self._open()
             if size:
                 self._reserve(size)
             if size >= DIRECT_BYTES_MIN and address_of(self._view) % PAGE_BYTES == 0:
@@ -55,28 +55,38 @@ class NewFile:
         if self.direct:
             self.body_bytes = size - size % PAGE_BYTES
 
-    def _open(self) -> int:
+    def _open(self) -> None:
         for attempt in range(FOLDER_ATTEMPTS_MAX):
             try:
                 self._directories.ensure(self._folder)
                 self._temporary = os.path.join(self._folder, temporary_name())
-                descriptor = self._files.create(self._temporary)
+                self._descriptor = self._files.create(self._temporary)
             except FileNotFoundError:
                 if attempt == FOLDER_ATTEMPTS_MAX - 1:
                     raise
                 continue  # a folder was empty, and another process that sweeps removed it just now
-            if self._is_claimed(descriptor):
-                return descriptor
-            self._files.close(descriptor)
+            if self._is_claimed() and self._is_in_place():
+                return
+            self._files.close(self._descriptor)
+            self._descriptor = -1
         raise StorageError(f"new files in {self._folder} are removed as soon as they are made", key=self._key)
 
-    def _is_claimed(self, descriptor: int) -> bool:
+    def _is_claimed(self) -> bool:
         """Whether the new file is marked as one with a living writer, and was not swept just before that."""
         try:
-            claimed = self._files.lock(descriptor)
+            claimed = self._files.lock(self._descriptor)
         except OSError:
             return True  # without locks there, nobody sweeps it while it is new
-        return claimed and self._files.state_of(descriptor).links > 0
+        return claimed and self._files.state_of(self._descriptor).links > 0
+
+    def _is_in_place(self) -> bool:
+        """Whether the new file lies in the run's own root. A disk that was mounted a moment ago hides what was put in
+        its place before; from now on our open file keeps it there."""
+        self._directories.root.check()
+        try:
+            return self._files.state(self._temporary).identity == self._files.state_of(self._descriptor).identity
+        except FileNotFoundError:
+            return False
 
     def _room(self) -> str:
         """What is needed and what is free. At the nearest folder that is there: the file's own may be what found no

@@ -75,9 +75,10 @@ class Checkpointer:
     snapshots held at once; two let one be written while the next is taken. ``overlap``: copy parameters and optimizer
     state during the next forward and backward, where that has proved safe. ``check``: how a mixture is looked for;
     ``"full"`` compares every byte. ``on_full``: with no free slot ``"wait"`` at most ``max_wait`` seconds and then
-    skip, ``"skip"`` at once, or ``"fail"``. ``rng``: include all random-number generators. ``socket``: the daemon's,
-    else ``$CKPTD_SOCKET``, else a private folder. ``on_error="raise"``: a failed save raises at the next
-    :meth:`step`; else it is logged, and found on its handle. ``takeover``: take the run from a live owner.
+    skip, ``"skip"`` at once, or ``"fail"``; several ranks that do not wait then try fewer saves, all of them the same.
+    ``rng``: include all random-number generators. ``socket``: the daemon's, else ``$CKPTD_SOCKET``, else a private
+    folder. ``on_error="raise"``: a failed save raises at the next :meth:`step`; else it is logged, and found on its
+    handle. ``takeover``: take the run from a live owner.
     ``start_daemon=False``: where no daemon answers, wait for the one that somebody else runs. ``rank``, ``world``,
     ``launch``: where neither torch.distributed nor a launcher tells them. ``stop_on``: signals, such as ``"SIGTERM"``,
     that any rank may get: all ranks then save the same step, where :meth:`step` ends them; ``ckptd run`` names some.
@@ -183,7 +184,7 @@ class Checkpointer:
             self._state, planned, self._supply, self._stager, self._rank, self._world, check_replicas=check_replicas
         )
         self._saving = Saving(
-            self._snapshots, self._handles, self._link, self._rank, on_full=on_full, max_wait=max_wait
+            self._snapshots, self._handles, self._link, self._rank, self._world, on_full=on_full, max_wait=max_wait
         )
         appointments = Appointments(self._agreement.store, self._rank, self._world, self._saving.missed, stopping.asked)
         self._schedule = Schedule(every_steps, every, appointments, self._rank)
@@ -330,8 +331,9 @@ class Checkpointer:
         due = self._schedule.due(step)
         numbers = self._progress.step(step, metrics, due=due)
         self._saving.stepped(step)
-        save = self._request(step, "due", numbers) if due else None
-        if self._schedule.appointments.stops(step) and not self._saving.any_deferred:
+        stops = self._schedule.appointments.stops(step)
+        save = self._request(step, "due", numbers, last=stops) if due else None
+        if stops and not self._saving.any_deferred:
             self.fence()
             raise stopping.Stopped(step)
         return save

@@ -15,6 +15,7 @@ from ckptd_client.handles import Handles
 from ckptd_client.link import DaemonLink
 from ckptd_client.save import Save, as_save_error
 from ckptd_client.snapshots import Snapshots
+from ckptd_client.spacing import Spacing
 
 OnFull = Literal["wait", "skip", "fail"]
 OnError = Literal["log", "raise"]
@@ -26,7 +27,15 @@ class Saving:
     """The saves of one rank. Belongs to the training thread, but for :meth:`missed`."""
 
     def __init__(
-        self, snapshots: Snapshots, handles: Handles, link: DaemonLink, rank: int, *, on_full: OnFull, max_wait: float
+        self,
+        snapshots: Snapshots,
+        handles: Handles,
+        link: DaemonLink,
+        rank: int,
+        world: int,
+        *,
+        on_full: OnFull,
+        max_wait: float,
     ) -> None:
         self.life: Life | None = None
         """In which it saves, once that is open."""
@@ -36,6 +45,7 @@ class Saving:
         self._rank = rank
         self._on_full: OnFull = on_full
         self._wait_seconds = max_wait if on_full == "wait" else 0.0
+        self._spacing = Spacing() if world > 1 and on_full != "wait" else None
         self._boundary_step: int | None = None
         self._deferred: list[tuple[Save, Mapping[str, float | None]]] = []
 
@@ -53,9 +63,11 @@ class Saving:
             for save, metrics in deferred:
                 self._save_now(save, step, metrics)
 
-    def request(self, step: int, reason: str, metrics: Mapping[str, float | None], **kinds: bool) -> Save:
-        """Save a step in the open life, now or at the next boundary. ``kinds``: of :class:`Save`. A save of the step
-        that is known is returned instead."""
+    def request(
+        self, step: int, reason: str, metrics: Mapping[str, float | None], *, last: bool = False, **kinds: bool
+    ) -> Save:
+        """Save a step in the open life, now or at the next boundary. ``last``: the training stops here. ``kinds``: of
+        :class:`Save`. A save of the step that is known is returned instead."""
         assert self.life is not None
         version = Version(step, self.life.generation)
         known = self._handles.get(version)
@@ -63,6 +75,9 @@ class Saving:
             return known
         save = Save(version, reason, **kinds)
         self._handles.add(save)
+        if self._spacing is not None and not self._spacing.tries(step) and not (last or any(kinds.values())):
+            self._give_up(save, self._full(f"the store is behind: one save of {self._spacing.stride} is tried"))
+            return save
         if step == self._boundary_step or self._snapshots.boundary.crossed():
             self._save_now(save, step, metrics)
         else:
@@ -77,10 +92,22 @@ class Saving:
         try:
             with self._link.pulse.phase(Phase.SAVE):
                 self._snapshots.take(save, self.life, metrics, wait_seconds=self._wait_seconds)
+            self._tried(found_slot=True)
+        except DeadlineExceeded as error:
+            self._tried(found_slot=False)
+            self._give_up(save, self._full(first_line(error)))
         except BaseException as error:
             self._give_up(save, error)
             if not isinstance(error, Exception):  # Ctrl-C; any other failure of a save is no reason to end the training
                 raise
+
+    def _tried(self, *, found_slot: bool) -> None:
+        if self._spacing is not None:
+            self._spacing.tried(found_slot=found_slot)
+
+    def _full(self, reason: str) -> SaveError:
+        """No slot is free."""
+        return SaveError(reason) if self._on_full == "fail" else SaveSkipped(reason)
 
     def give_up_deferred(self) -> None:
         """At the end: no boundary comes any more."""
@@ -90,12 +117,9 @@ class Saving:
 
     def _give_up(self, save: Save, error: BaseException) -> None:
         """The step is not saved by this rank; the others are told, and let go."""
-        reason = first_line(error)
-        if isinstance(error, DeadlineExceeded):  # no slot became free
-            error = SaveError(reason) if self._on_full == "fail" else SaveSkipped(reason)
         save.fail(error if isinstance(error, StateError) else as_save_error(error))
         self._handles.report(save)
-        self._tell_skip(save.step, reason)
+        self._tell_skip(save.step, first_line(error))
 
     def _tell_skip(self, step: int, reason: str) -> None:
         if (life := self.life) is not None:

@@ -21,7 +21,7 @@ def ring() -> tuple[memoryview, Rows]:
     return memory, Rows(memory)
 
 
-def write(rows: Rows, step: int, **values: float) -> None:
+def write(rows: Rows, step: int, /, **values: float) -> None:
     rows.write(step, values, unix_seconds=1.8e9 + step, step_seconds=0.5)
 
 
