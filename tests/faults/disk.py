@@ -97,14 +97,16 @@ class SmallDisk:
             _run("mount", "-o", "remount,rw", self.root)
 
     @contextlib.contextmanager
-    def away(self) -> Iterator[None]:
-        """It is not mounted, and what was its folder is empty."""
+    def away(self, *, hiding: bool = False) -> Iterator[None]:
+        """It is not mounted, and what was its folder is empty. ``hiding``: what is put there meanwhile stays, and is
+        hidden once the disk is back."""
         wait_until(self._unmounted, "nobody to be in the middle of a call", deadline_seconds=30)
         try:
             yield
         finally:
-            for path in self.root.iterdir():  # what was put there meanwhile
-                shutil.rmtree(path)
+            for path in self.root.iterdir():
+                if not hiding:
+                    shutil.rmtree(path)
             self._mount()
 
     @contextlib.contextmanager
