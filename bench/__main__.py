@@ -59,7 +59,7 @@ def bench(
     ] = None,
     step_seconds: Annotated[float | None, typer.Option(help="Of computation in a step.", min=0.001)] = None,
     only: Annotated[list[str] | None, typer.Option(help=f"Subjects: {'; '.join(SUBJECTS)}.")] = None,
-    folder: Annotated[Path, typer.Option(help="On the disk to measure.", resolve_path=True)] = Path("build/bench"),
+    folder: Annotated[Path, typer.Option(help="On the disk to measure.")] = Path("build/bench"),
     results: Annotated[Path, typer.Option(help="Where results go.", show_default=False)] = docs.RESULTS,
 ) -> None:
     """Stall, training time lost, time to durable and restore of ckptd and its peers, side by side: a plan, in which

@@ -50,6 +50,7 @@ def _turn(name: str, settings: Settings, folder: Path) -> dict[str, Any]:
         python = interpreter(SUBJECTS[name].environment)
     except NotInstalled as error:
         return {"error": str(error)}
+    folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="turn-", dir=folder, ignore_cleanup_errors=True) as place:
         result, log = Path(place) / "result.json", Path(place) / "log"

@@ -2,8 +2,8 @@
 
 Write: temporary file beside the target → bytes by ``O_DIRECT`` where that is to be had → sync the file → link it to its
 name → sync the folder, and every folder above that is new. Names that are no keys (temporaries begin with ``~``) and
-symbolic links are neither listed nor followed. Nothing is written, and nothing called missing, while a root where a run was
-seen is not there (``local_root``).
+symbolic links are neither listed nor followed. Nothing is written, and nothing called missing, while a root where a run
+was seen is not there (``local_root``).
 """
 
 from __future__ import annotations
