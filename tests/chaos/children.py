@@ -63,11 +63,20 @@ class Child:
                 self.stopped = self.stopped or number == signal.SIGSTOP
 
     def go_on(self) -> None:
-        """Where it stands still, or is about to as it has said so."""
+        """Where it stands still, or is about to as it has said so; unless it went on already, let off from that stop
+        together with another one."""
         if self.stopped:
-            wait_until(self.stands_still, f"process {self.pid} to stand still", deadline_seconds=GONE_SECONDS)
+            wait_until(
+                lambda: self.stands_still() or self._went_on(),
+                f"process {self.pid} to stand still",
+                deadline_seconds=GONE_SECONDS,
+            )
             self.stopped = False
             self.signal(signal.SIGCONT)
+
+    def _went_on(self) -> bool:
+        """From each point at which it said that it stands still."""
+        return self.counter.resumed == sum(event["event"] == "at" for event in self.events) > 0
 
     def stands_still(self) -> bool:
         """By the kernel's word, or it has ended."""

@@ -35,7 +35,7 @@ CHANGES = (
     "remove_directory",
     "fsync_directory",
 )
-_WORDS = struct.Struct("<QQQ")
+_WORDS = struct.Struct("<QQQQ")  # passed, stop at, length of a name, went on
 _NAME_AT = _WORDS.size
 _MESSAGE_TYPE = re.compile(rb'"type":"(\w+)"')
 _FOLDERS = {
@@ -51,7 +51,8 @@ _FOLDERS = {
 
 
 class Counter:
-    """How many points a process has passed, and at which it is to stand still; shared with the process by a memfd."""
+    """How many points a process has passed, at which it is to stand still, and how often it went on from one; shared
+    with the process by a memfd."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         """``descriptor``: of the one that another process made; closed here."""
@@ -75,11 +76,20 @@ class Counter:
 
     def passes(self, name: str) -> bool:
         """One more; whether this is the one to stand still at. In the counted process, one thread at a time."""
-        count, stop, length = _WORDS.unpack_from(self._words)
+        count, stop, length, _ = _WORDS.unpack_from(self._words)
         self._words[0:8] = (count + 1).to_bytes(8, "little")
         if length:
             return self._words[_NAME_AT : _NAME_AT + length] == name.encode()
         return bool(stop) and count + 1 >= stop
+
+    @property
+    def resumed(self) -> int:
+        """How often it stood still and went on."""
+        return int(_WORDS.unpack_from(self._words)[3])
+
+    def resume(self) -> None:
+        """It goes on. In the counted process."""
+        self._words[24:32] = (self.resumed + 1).to_bytes(8, "little")
 
     def close(self) -> None:
         self._words.close()
@@ -171,6 +181,7 @@ class Points:
             self._counter.stop_at(0)
             self._tell("at", point=name)
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+            self._counter.resume()
 
 
 def _type_of_sent(args: tuple[Any, ...]) -> str:
