@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Generator
 from typing import Any
 
 from ckptd.errors import ShortRead, StorageError, TooLarge, Unavailable
@@ -24,7 +23,7 @@ async def read_ranges(requests: Requests, key: str, out: memoryview, offset: int
 
     async def read_one(part: Part) -> None:
         download = Download(out[part.start : part.stop])
-        with _watched(download, requests.options.no_progress_seconds):
+        with _Watch(download, requests.options.no_progress_seconds):
             start, stop = offset + part.start, offset + part.stop
             await requests.run(download.breaker, _read_range, requests, key, start, stop, download)
 
@@ -34,26 +33,33 @@ async def read_ranges(requests: Requests, key: str, out: memoryview, offset: int
 async def read_whole(requests: Requests, key: str, limit_bytes: int) -> bytes:
     """A small object. Raises :class:`TooLarge` before any of its bytes are read."""
     download = Download()
-    with _watched(download, requests.options.no_progress_seconds):
+    with _Watch(download, requests.options.no_progress_seconds):
         return await requests.run(download.breaker, _read_whole, requests, key, limit_bytes, download)
 
 
-@contextlib.contextmanager
-def _watched(download: Download, no_progress_seconds: float) -> Generator[None]:
-    """Stop the download when nothing arrives for so long. A socket's own time limit starts anew with every byte."""
-    loop = asyncio.get_running_loop()
-    timers: list[asyncio.TimerHandle] = []
+class _Watch:
+    """Stops a download when nothing arrives for so long. A socket's own time limit starts anew with every byte.
 
-    def look(before: int) -> None:
-        if download.moves == before > 0:
-            download.stop()
-        timers[:] = [loop.call_later(no_progress_seconds, look, download.moves)]
+    A context manager. No closure that knows itself: that is a cycle, and would hold the memory that was filled until
+    Python next looks for such.
+    """
 
-    look(0)
-    try:
-        yield
-    finally:
-        timers[0].cancel()
+    def __init__(self, download: Download, no_progress_seconds: float) -> None:
+        self._download = download
+        self._seconds = no_progress_seconds
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> None:
+        self._look(0)
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self, before: int) -> None:
+        if self._download.moves == before > 0:
+            self._download.stop()
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._look, self._download.moves)
 
 
 def _read_range(requests: Requests, key: str, start: int, stop: int, download: Download) -> None:
