@@ -208,11 +208,11 @@ def _our_processes() -> set[psutil.Process]:
     """Every living process that inherited this session's mark, children of init included; not this one."""
     mark = f"{OURS}={os.environ[OURS]}".encode()
     found: set[psutil.Process] = set()
-    for environ in [Path("/proc", name, "environ") for name in os.listdir("/proc") if name.isdecimal()]:
+    for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
         try:
-            process = psutil.Process(int(environ.parent.name))
-            if process.pid != os.getpid() and mark in environ.read_bytes().split(b"\0"):
-                found.add(process)
+            with open(f"/proc/{pid}/environ", "rb") as environ:
+                if pid != os.getpid() and mark in environ.read().split(b"\0"):
+                    found.add(psutil.Process(pid))
         except (OSError, psutil.Error):
             continue  # it ended, or is another user's
     return found
