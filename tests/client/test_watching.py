@@ -79,10 +79,10 @@ def test_a_forked_child_that_leaves_a_phase_says_nothing(open_ckpt: Open, daemon
 def test_r153_a_save_that_waits_for_its_slot_is_a_phase(
     own_daemon: Callable[..., Daemon], open_ckpt: Open, tmp_run: str
 ) -> None:
-    """Three times as long as a step may take."""
-    daemon = own_daemon("--bandwidth", "0.05", "--hang-floor", "0.5", "--hang-first", "20")
+    """Twice as long as a step may take."""
+    daemon = own_daemon("--bandwidth", "0.05", "--hang-floor", "1", "--hang-first", "20")
     training = Training()
-    ckpt = open_ckpt(tmp_run, training.state, socket=daemon.socket, slots=1, max_wait=1.5)
+    ckpt = open_ckpt(tmp_run, training.state, socket=daemon.socket, slots=1, max_wait=2.0)
     for step in range(1, 31):
         ckpt.step(step)
     training.step()
