@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ import msgspec
 from ckptd.checkpoint.keep import Keep
 from ckptd.checkpoint.selectors import Selector
 from ckptd.errors import CkptdError, StateError, UsageError
-from ckptd.format.keys import Version
+from ckptd.format.keys import STEP_MAX, Version
 from ckptd.format.metrics import metrics_for_record
 from ckptd.pulse.loss_rules import LossRules, OnBadLoss
 from ckptd.pulse.page import Phase
@@ -32,7 +31,7 @@ from ckptd_client.collecting import collecting_later
 from ckptd_client.generation import Life, Opening, WriterClaim, open_life
 from ckptd_client.handles import Handles
 from ckptd_client.link import DaemonLink
-from ckptd_client.progress import Progress
+from ckptd_client.progress import FromGpu, Progress, figures
 from ckptd_client.restore import Restorer
 from ckptd_client.restored import Restored, Wish
 from ckptd_client.resume import resumed
@@ -41,7 +40,7 @@ from ckptd_client.saving import OnError, OnFull, Saving
 from ckptd_client.schedule import Appointments, Schedule
 from ckptd_client.settings import (
     LogRanks,
-    check_metrics,
+    check_metric,
     check_settings,
     check_step,
     check_values,
@@ -186,12 +185,12 @@ class Checkpointer:
         self._saving = Saving(
             self._snapshots, self._handles, self._link, self._rank, self._world, on_full=on_full, max_wait=max_wait
         )
-        appointments = Appointments(self._agreement.store, self._rank, self._world, self._saving.missed, stopping.asked)
+        appointments = Appointments(self._agreement.store, self._rank, self._world, self._saving.missed, stopping.ASKED)
         self._schedule = Schedule(every_steps, every, appointments, self._rank)
         self._progress = Progress(self._link.pulse)
         self._stepped = 0
-        self._closed = False
-        self._pid = os.getpid()
+        self._over = ""
+        """Why it is of no use any more."""
         leaving.opened(self)
         if not any(offer.writable for offer in self._supply.held()):
             self._supply.grow_later(self._snapshots.slot_bytes_expected())
@@ -323,16 +322,30 @@ class Checkpointer:
         Raises :class:`ckptd_client.Stopped`, a ``SystemExit``, on all ranks at the same step, after a last save, where
         one of them got a signal of ``stop_on``.
         """
-        self._check_open()
-        check_step(step, self._stepped)
-        check_metrics(step, metrics)
+        if self._over:
+            raise UsageError(self._over)
+        if type(step) is not int or not self._stepped <= step <= STEP_MAX:
+            check_step(step, self._stepped)
+        values, on_gpu = figures(step, metrics)
         self._stepped = step
-        self._saving.report_failures(self._on_error)
-        due = self._schedule.due(step)
-        numbers = self._progress.step(step, metrics, due=due)
+        now_ns = time.monotonic_ns()
+        if self._handles.failed:
+            self._saving.report_failures(self._on_error)
+        due = self._schedule.due(step, now_ns)
+        late = None
+        if on_gpu is not None:
+            late = FromGpu(on_gpu)
+            if due:
+                values |= late.numbers()
+                late = None
+        self._progress.report(now_ns, step, values, late)
         self._saving.stepped(step)
-        stops = self._schedule.appointments.stops(step)
-        save = self._request(step, "due", numbers, last=stops) if due else None
+        last = self._schedule.appointments.last_step
+        stops = last is not None and step >= last
+        save = None
+        if due:
+            numbers = metrics_for_record({name: values.get(name) for name in metrics})
+            save = self._request(step, "due", numbers, last=stops)
         if stops and not self._saving.any_deferred:
             self.fence()
             raise stopping.Stopped(step)
@@ -359,8 +372,9 @@ class Checkpointer:
         """
         self._check_open()
         check_step(step)
-        check_metrics(step, metrics or {})
-        numbers = metrics_for_record(dict(metrics or {}))
+        for name, value in (metrics or {}).items():
+            check_metric(step, name, value)
+        numbers = metrics_for_record(metrics or {})
         save = self._request(step, reason or "", numbers, pin=pin, debug=debug)
         if isinstance(save.error, StateError):
             raise save.error
@@ -403,10 +417,8 @@ class Checkpointer:
     # Ending
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError("the checkpointer is closed")
-        if os.getpid() != self._pid:
-            raise UsageError("this is a forked child; the checkpointer belongs to its parent")
+        if self._over:
+            raise UsageError(self._over)
 
     def close(self, timeout: float | None = 600.0) -> None:
         """Wait until everything is committed, and end the session. Idempotent.
@@ -414,7 +426,7 @@ class Checkpointer:
         Raises the error of the newest save if that failed, so that a run whose last checkpoint is missing does not end
         as if all were well; :class:`DeadlineExceeded` when ``timeout`` seconds are over (the daemon goes on).
         """
-        if self._closed:
+        if self._over:
             return
         self._saving.give_up_deferred()
         try:
@@ -426,7 +438,7 @@ class Checkpointer:
             raise newest.error
 
     def _end(self) -> None:
-        self._closed = True
+        self._over = "the checkpointer is closed"
         self._progress.close()
         leaving.closed(self)
         self._snapshots.fence.close()
@@ -438,13 +450,13 @@ class Checkpointer:
 
     def abandon(self) -> None:
         """At the interpreter's exit without :meth:`close`: seal what is being copied; the daemon does the rest."""
-        if not self._closed:
+        if not self._over:
             self._progress.close()
             self._stager.wait()
 
     def forget(self) -> None:
         """In a forked child: the session is the parent's."""
-        self._closed = True
+        self._over = "this is a forked child; the checkpointer belongs to its parent"
         self._link.forget()
 
     def __enter__(self) -> Checkpointer:

@@ -26,7 +26,7 @@ from ckptd.pulse.rows import MappedRows
 from ckptd.storage import open_backend
 from ckptd.wire.messages import GetStatus, Status
 from ckptd_client import Checkpointer, LossRules
-from ckptd_client.progress import FromGpu, Progress
+from ckptd_client.progress import FromGpu, Progress, figures
 from devtools.processes import wait_until
 from devtools.seaweedfs import S3Endpoint
 from tests.client.conftest import Daemon, Training, committed
@@ -256,14 +256,14 @@ def test_rows_wait_for_figures_from_a_device_in_order_and_not_for_ever() -> None
     rows = MappedRows(dict(pulse.parts())["rows"], writable=False)
     progress = Progress(pulse)
     late = [Arriving({"loss": float(step)}) for step in range(1, LATE_ROWS_MAX + 2)]
-    progress.report(1, {"tokens": 5.0}, late[0])
-    progress.report(2, {"loss": 2.0})
+    progress.report(1, 1, {"tokens": 5.0}, late[0])
+    progress.report(2, 2, {"loss": 2.0})
     assert rows.since(0) == []
     late[0].there = True
-    progress.report(3, {}, late[2])
+    progress.report(3, 3, {}, late[2])
     assert [(row.step, row.values) for row in rows.since(0)] == [(1, {"tokens": 5.0, "loss": 1.0}), (2, {"loss": 2.0})]
     for step in range(4, LATE_ROWS_MAX + 4):
-        progress.report(step, {}, late[min(step, LATE_ROWS_MAX)])
+        progress.report(step, step, {}, late[min(step, LATE_ROWS_MAX)])
     assert [row.step for row in rows.since(0)] == [1, 2, 3]
     assert late[2].waited == 1  # the one that had waited longest
     progress.close()
@@ -282,12 +282,13 @@ def test_a_loss_on_a_gpu_is_logged_and_nothing_waits_for_it() -> None:
     for step in range(1, 4):
         for _ in range(20):
             large = large @ large / 8192.0
-        progress.step(step, {"loss": large[0, 0] * step}, due=False)
+        values, on_gpu = figures(step, {"loss": large[0, 0] * step})
+        assert (values, list(on_gpu or ())) == ({}, ["loss"])
+        progress.report(step, step, values, FromGpu(on_gpu or {}))
     assert not torch.cuda.current_stream().query()  # still at it
     assert len(rows.since(0)) < 3
     progress.close()
     assert [row.values for row in rows.since(0)] == [{"loss": float(step)} for step in (1, 2, 3)]
-    assert progress.step(4, {"loss": large[0, 0] * 4}, due=True) == {"loss": 4.0}
     assert FromGpu({"x": large[0, 0]}).numbers() == {"x": 1.0}
     rows.close()
     pulse.close()
