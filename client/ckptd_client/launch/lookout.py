@@ -53,6 +53,13 @@ class Lookout:
             log.warning("the daemon cannot be asked: %s", error)
             return None
 
+    def alerts(self, launch: str) -> list[str]:
+        """What the daemon has told people of a launch lately; nothing where it cannot be asked."""
+        with contextlib.suppress(CkptdError):
+            watch = call(self.socket, GetStatus(), Status, seconds=ANSWER_SECONDS).status["watch"]
+            return [str(alert["message"]) for alert in watch["alerts"] if alert["launch"] == launch]
+        return []
+
     def doubt(self, launch: str, reason: str) -> str:
         """Mark suspect what a launch had restored. Its name; empty where it had restored nothing. Raises
         :class:`CkptdError`."""

@@ -198,6 +198,8 @@ class Supervisor:
         self._tell_first_step(at_once=True)
         report = self._report()
         self._journal.tell("failed", self._elsewhere or told(report), launch=self._launch, last_step=report.last_step)
+        for message in self._lookout.alerts(self._launch):  # it may be the daemon that has ended the workers
+            self._journal.tell("alert", f"the daemon tells: {message}", launch=self._launch)
         ruling = self._council.settle(report, lambda all_: self._judge.rule(self._launch, all_, self._council.nodes))
         self._judge.history = ruling.history
         self.outcome = ruling.outcome
