@@ -255,7 +255,8 @@ class Checkpointer:
         weights_only: bool = False,
         cast: bool | Sequence[str] = False,
     ) -> Restored:
-        """Restore the newest checkpoint that all ranks can have, or the one of a step, and open the next generation.
+        """Restore the newest checkpoint that all ranks can have, or the one of a step, and open the next generation. To
+        be called once, before the first step or save.
 
         Memory first, then storage; everything is verified before the live state is touched, and a failed restore leaves
         it as it was. ``step=0`` starts over from nothing, beside what is there. All ranks call this, in the same order.
@@ -274,7 +275,7 @@ class Checkpointer:
         """
         self._check_open()
         if self._saving.life is not None:
-            raise UsageError("restore() comes before the first save, and once")
+            raise UsageError("restore() comes before the first step or save, and once")
         step = resumed(step, self._agreement, self._roots, self._supply.await_idle)
         fresh = step == 0
         if fresh:
@@ -317,7 +318,11 @@ class Checkpointer:
         Tensors of one number on a CUDA device are logged as soon as they have been copied from there, mostly at the
         next step; nothing waits for that, unless a save is due. On any other device they are read at once.
 
-        Raises :class:`UsageError` for a metric that is no number, nor ``None``, and for a step before the last one.
+        The first one opens the generation where :meth:`restore` has not, on all ranks, so that its steps have a log.
+
+        Raises :class:`UsageError` for a metric that is no number, nor ``None``, for a step before the last one, and
+        for a first one where the run has checkpoints and nothing was restored; and what :meth:`restore` raises for a
+        generation that cannot be opened.
         Returns the handle of a save, or ``None``. Never raises for a save that failed, unless ``on_error="raise"``.
         Raises :class:`ckptd_client.Stopped`, a ``SystemExit``, on all ranks at the same step, after a last save, where
         one of them got a signal of ``stop_on``.
@@ -327,6 +332,8 @@ class Checkpointer:
         if type(step) is not int or not self._stepped <= step <= STEP_MAX:
             check_step(step, self._stepped)
         values, on_gpu = figures(step, metrics)
+        if self._saving.life is None:  # what is reported belongs to a generation from the first step on
+            self._open_life(None, fresh=False)
         self._stepped = step
         now_ns = time.monotonic_ns()
         if self._handles.failed:

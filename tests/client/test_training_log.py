@@ -84,6 +84,27 @@ def test_every_step_of_a_killed_training_is_there_and_what_was_gone_back_over_is
     assert kept[:12] == [losses[step] for step in range(1, 13)]  # the second life has done the very same
 
 
+def test_a_training_that_dies_before_its_first_save_has_a_log_without_a_restore_too(
+    own_daemon: Start, open_ckpt: Open, tmp_run: str
+) -> None:
+    daemon = own_daemon()
+    with TrainingProcess(daemon.socket, tmp_run, steps=100, every_steps=50, die_at=7, restore=False) as first:
+        assert first.end() == -signal.SIGKILL
+    found = wait_for_rows(tmp_run, 7)
+    assert [(row.generation, row.step, row.rolled_back) for row in found] == [(1, step, False) for step in range(1, 8)]
+    with TrainingProcess(daemon.socket, tmp_run, steps=3, every_steps=2, restore=False) as second:
+        second.until("end")
+    found = wait_for_rows(tmp_run, 7 + 3)
+    assert [(row.generation, row.rolled_back) for row in found] == [(1, True)] * 7 + [(2, False)] * 3
+    third = open_ckpt(tmp_run, Training().state, socket=daemon.socket)
+    with pytest.raises(UsageError, match=r"already holds checkpoints.*restore\(step=0\)"):
+        third.step(1, loss=1.0)
+    assert third.restore(step=0).generation == 3
+    third.step(1, loss=1.0)
+    with pytest.raises(UsageError, match="before the first step or save"):
+        third.restore()
+
+
 def test_what_was_stored_survives_trainer_and_daemon(own_daemon: Start, s3_server: S3Endpoint) -> None:
     """On S3, which cannot append."""
     daemon, url = own_daemon("--log-write", "0.2"), s3_server.prefix()
