@@ -76,11 +76,7 @@ def show_whole(folder: Path, daemon: Daemon) -> None:
             url = str(folder / f"{name}-{len(metrics)}")
             with Checkpointer(url, state, every_steps=10**9, socket=daemon.socket, start_daemon=False) as ckpt:
                 ckpt.restore()
-                show(f"Checkpointer.step {name}, {len(metrics)} metrics", partial(_step, ckpt, metrics))
-
-
-def _step(ckpt: Checkpointer, metrics: dict[str, Any], number: int) -> None:
-    ckpt.step(number, **metrics)
+                show(f"Checkpointer.step {name}, {len(metrics)} metrics", partial(ckpt.step, **metrics))
 
 
 def main() -> None:

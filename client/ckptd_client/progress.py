@@ -65,8 +65,7 @@ def figures(step: int, metrics: dict[str, Any]) -> tuple[dict[str, float], OnGpu
     """The numbers among a step's metrics, and the tensors that lie on a GPU, where there are any. Other tensors are
     read; a number that no float can hold is left out. Raises as :func:`check_metric`."""
     for value in metrics.values():
-        kind = type(value)
-        if kind is not float and not (kind is int and -EXACT <= value <= EXACT):
+        if type(value) is not float and not (type(value) is int and -EXACT <= value <= EXACT):
             return _of_any_kind(step, metrics)
     return metrics, None
 
