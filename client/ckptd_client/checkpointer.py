@@ -58,6 +58,10 @@ from ckptd_client.supply import ArenaSupply
 from ckptd_client.tiers import Url, as_tiers, check_furthest, find_shared, of_hello, roots_of
 from ckptd_client.topology import Topology
 
+CLOSE_SECONDS = 600.0
+CLOSE_AFTER_ERROR_SECONDS = 10.0
+"""How long one of several ranks that fails waits for its saves to be committed; the daemon goes on."""
+
 _log = logging.getLogger("ckptd")
 
 
@@ -427,7 +431,7 @@ class Checkpointer:
         if self._over:
             raise UsageError(self._over)
 
-    def close(self, timeout: float | None = 600.0) -> None:
+    def close(self, timeout: float | None = CLOSE_SECONDS) -> None:
         """Wait until everything is committed, and end the session. Idempotent.
 
         Raises the error of the newest save if that failed, so that a run whose last checkpoint is missing does not end
@@ -475,8 +479,10 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        # The training's own error is the one to be seen.
+        # The training's own error is the one to be seen, and soon: of ranks that are dead nothing comes that would
+        # complete a checkpoint, and whoever starts them anew waits for this one. In an agreed stop none of them is.
+        together = self._world == 1 or isinstance(error, stopping.Stopped)
         try:
-            self.close()
+            self.close(CLOSE_SECONDS if together else CLOSE_AFTER_ERROR_SECONDS)
         except CkptdError as second:
             _log.error("while the training ended with an error: %s", second)

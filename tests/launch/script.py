@@ -16,8 +16,8 @@ URL, FOLDER, SCENARIO = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 TIMES = int(sys.argv[4]) if len(sys.argv) > 4 else 0
 """So many lives end badly."""
 RANK = int(os.environ["RANK"])
-LAST = {"hang": 60, "long": 100_000, "nan": 30}.get(SCENARIO, 15)
-TOGETHER = SCENARIO in ("stop", "hang", "fails", "long", "nan")
+LAST = {"hang": 60, "host": 100_000, "long": 100_000, "nan": 30}.get(SCENARIO, 15)
+TOGETHER = SCENARIO in ("stop", "hang", "fails", "host", "long", "nan")
 """With a collective in each step."""
 
 
@@ -91,6 +91,9 @@ def main() -> None:
                     model.weight.fill_(torch.nan)
             if is_bad and step >= 13:
                 loss = loss * torch.nan
+            if SCENARIO == "host" and RANK == 0 and step == 20 and first_time():
+                os.kill(os.getppid(), signal.SIGKILL)  # the launcher, and this one with it; others save this step
+                time.sleep(300)
             tell(step=step)
             ckpt.step(step, loss=loss)
             if SCENARIO == "bad" and step == 13 and not loss.isfinite():

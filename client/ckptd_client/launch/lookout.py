@@ -65,8 +65,13 @@ class Lookout:
         :class:`CkptdError`."""
         return call(self.socket, Doubt(launch=launch, reason=reason), Doubted, seconds=MARK_SECONDS).version
 
-    def settle(self, deadline_seconds: float) -> bool:
-        """Wait until no save is under way. Whether that came."""
+    def settle(self, deadline_seconds: float) -> tuple[bool, str]:
+        """Wait until no save is under way. Whether that came, and what it means, in words."""
+        if self._settles(deadline_seconds):
+            return True, "all that was sealed is committed"
+        return False, "the daemon still writes what was sealed: let it live"
+
+    def _settles(self, deadline_seconds: float) -> bool:
         until = time.monotonic() + deadline_seconds
         while True:
             with contextlib.suppress(CkptdError):
