@@ -59,9 +59,10 @@ class Saving:
         if self._snapshots.boundary.crossed():
             self._boundary_step = step
             self._snapshots.boundary_passed()
-            deferred, self._deferred = self._deferred, []
-            for save, metrics in deferred:
-                self._save_now(save, step, metrics)
+            if self._deferred:
+                deferred, self._deferred = self._deferred, []
+                for save, metrics in deferred:
+                    self._save_now(save, step, metrics)
 
     def request(
         self, step: int, reason: str, metrics: Mapping[str, float | None], *, last: bool = False, **kinds: bool

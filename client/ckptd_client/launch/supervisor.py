@@ -11,6 +11,8 @@ from collections.abc import Generator, Sequence
 from types import FrameType
 from typing import Literal
 
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
+
 from ckptd.errors import CkptdError, TrainingStopped
 from ckptd.wire.messages import TrainerLife
 from ckptd_client.launch.council import Council, Report
@@ -21,6 +23,7 @@ from ckptd_client.launch.lookout import Lookout
 from ckptd_client.launch.policy import History, RestartRules
 from ckptd_client.launch.processes import children, end_all, exit_of, in_words
 from ckptd_client.launch.recovery import died_ns, recovered
+from ckptd_client.launch.rendezvous import unmet
 
 ASK_SECONDS = 0.2
 """How often the daemon is asked for the first step of a start, and the other nodes for news."""
@@ -181,10 +184,12 @@ class Supervisor:
         self._tell_and_hear(at_once=True)
         if self._stop_for == "good":
             return self._stopped()
-        return CkptdError(
-            f"no start with the other nodes came about: {error}",
-            hint="the launch has ended on another node, whose launcher says why, or the rendezvous' host is gone",
-        )
+        if not self._launch or isinstance(error, RendezvousClosedError):
+            return unmet(error)
+        self._stop_by("good")
+        safe, saved = self._settle()
+        self._journal.tell("lost", f"no further start with the other nodes is possible; {saved}", safe=safe)
+        return unmet(error, saved)
 
     # What comes next
 
@@ -198,6 +203,8 @@ class Supervisor:
         self._tell_first_step(at_once=True)
         report = self._report()
         self._journal.tell("failed", self._elsewhere or told(report), launch=self._launch, last_step=report.last_step)
+        for message in self._lookout.alerts(self._launch):  # it may be the daemon that has ended the workers
+            self._journal.tell("alert", f"the daemon tells: {message}", launch=self._launch)
         ruling = self._council.settle(report, lambda all_: self._judge.rule(self._launch, all_, self._council.nodes))
         self._judge.history = ruling.history
         self.outcome = ruling.outcome
@@ -283,11 +290,14 @@ class Supervisor:
 
     def _stopped(self) -> TrainingStopped:
         self._tell_and_hear()
-        left = max((self._stop_at or 0.0) - time.monotonic(), 0.0)
-        safe = not self._launch or self._lookout.settle(left)
-        saved = "all that was sealed is committed" if safe else "the daemon still writes what was sealed: let it live"
+        safe, saved = self._settle()
         self._journal.tell("stopped", f"{self._how_it_ended()}; {saved}", safe=safe)
         return TrainingStopped(f"stopped as asked; {saved}", hint="start it again, and it goes on")
+
+    def _settle(self) -> tuple[bool, str]:
+        """Whether what was sealed is committed, within the time for a stop; and that in words."""
+        left = max((self._stop_at or 0.0) - time.monotonic(), 0.0)
+        return self._lookout.settle(left) if self._launch else (True, "nothing was sealed")
 
     def _how_it_ended(self) -> str:
         return "before a start" if self._what is None else self._what or "workers did not stop in time"
