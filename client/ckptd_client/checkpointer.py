@@ -78,10 +78,10 @@ class Checkpointer:
     snapshots held at once; two let one be written while the next is taken. ``overlap``: copy parameters and optimizer
     state during the next forward and backward, where that has proved safe. ``check``: how a mixture is looked for;
     ``"full"`` compares every byte. ``on_full``: with no free slot ``"wait"`` at most ``max_wait`` seconds and then
-    skip, ``"skip"`` at once, or ``"fail"``; several ranks that do not wait then try fewer saves, all of them the same.
-    ``rng``: include all random-number generators. ``socket``: the daemon's, else ``$CKPTD_SOCKET``, else a private
-    folder. ``on_error="raise"``: a failed save raises at the next :meth:`step`; else it is logged, and found on its
-    handle. ``takeover``: take the run from a live owner.
+    skip, ``"skip"`` at once, or ``"fail"``; the last save before a stop waits in any case. Several ranks try fewer
+    saves from then on, all of them the same. ``rng``: include all random-number generators.
+    ``socket``: the daemon's, else ``$CKPTD_SOCKET``, else a private folder. ``on_error="raise"``: a failed save raises
+    at the next :meth:`step`; else it is logged, and found on its handle. ``takeover``: take the run from a live owner.
     ``start_daemon=False``: where no daemon answers, wait for the one that somebody else runs. ``rank``, ``world``,
     ``launch``: where neither torch.distributed nor a launcher tells them. ``stop_on``: signals, such as ``"SIGTERM"``,
     that any rank may get: all ranks then save the same step, where :meth:`step` ends them; ``ckptd run`` names some.
@@ -351,8 +351,7 @@ class Checkpointer:
                 late = None
         self._progress.report(now_ns, step, values, late)
         self._saving.stepped(step)
-        last = self._schedule.appointments.last_step
-        stops = last is not None and step >= last
+        stops = self._schedule.appointments.stops(step)
         save = None
         if due:
             numbers = metrics_for_record({name: values.get(name) for name in metrics})
@@ -386,7 +385,8 @@ class Checkpointer:
         for name, value in (metrics or {}).items():
             check_metric(step, name, value)
         numbers = metrics_for_record(metrics or {})
-        save = self._request(step, reason or "", numbers, pin=pin, debug=debug)
+        stops = self._schedule.appointments.stops(step)
+        save = self._request(step, reason or "", numbers, last=stops, pin=pin, debug=debug)
         if isinstance(save.error, StateError):
             raise save.error
         return save

@@ -79,6 +79,10 @@ class Appointments:
             self._steps = {s for s in self._steps if s > step}
             return found
 
+    def stops(self, step: int) -> bool:
+        """Whether the training ends after this step."""
+        return self.last_step is not None and step >= self.last_step
+
     def stop_if_asked(self, step_now: int, step_seconds: float) -> None:
         """On rank 0, at each step: announce the last one, once, where any rank was asked to stop."""
         if self.last_step is None and (self._asked.by or self._asked_elsewhere):
