@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from ckptd.errors import Unavailable
+from ckptd.errors import StorageError
 from ckptd.format.keys import RUN
 from ckptd_backends.files import Files
 
@@ -32,20 +32,20 @@ class Root:
             self._seen = True
 
     def check(self) -> None:
-        """Raise :class:`Unavailable` where a run was seen, and its record is not there."""
+        """Raise :class:`StorageError` where a run was seen, and its record is not there."""
         if not self._seen:
             return
         try:
             self._files.state(self._record)
         except (FileNotFoundError, NotADirectoryError):
-            raise Unavailable(
+            raise StorageError(
                 f"{self._path} has lost its {RUN}: the root was deleted, moved or unmounted",
                 hint="mount it or bring it back with its run.json",
             ) from None
 
     def found(self, path: str, look: Callable[[], T]) -> T:
         """What ``look`` returns, which asks for ``path``. Its :class:`FileNotFoundError` is only passed on where the
-        root is there. Raises :class:`Unavailable`."""
+        root is there. Raises :class:`StorageError`."""
         try:
             return look()
         except FileNotFoundError:

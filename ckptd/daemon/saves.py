@@ -104,31 +104,35 @@ class Saves:
 
     def settle_dead(self, owner: Owner, arenas: list[HeldArena]) -> None:
         """A trainer has died: finish what it sealed, free what it was filling, and let its waiting peers know."""
-        self._ended[owner.seat, owner.launch] = f"its trainer, {owner}, died"
+        self._end(owner, arenas, "died")
+
+    def unseat(self, owner: Owner, arenas: list[HeldArena], successor: Owner) -> None:
+        """A living trainer has lost its seat: finish what it sealed, give up what it has not, and let its waiting peers
+        know, who may stand still as it does. Its memory stays its own."""
+        self._end(owner, arenas, f"was taken over by {successor}", in_use=True)
+
+    def _end(self, owner: Owner, arenas: list[HeldArena], how: str, *, in_use: bool = False) -> None:
+        self._ended[owner.seat, owner.launch] = f"its trainer, {owner}, {how}"
         while len(self._ended) > ENDED_KEPT:
             del self._ended[next(iter(self._ended))]
         for held in arenas:
-            self.settle(held, f"its trainer, {owner}, died before it was sealed")
+            self.settle(held, f"its trainer, {owner}, {how} before it was sealed", in_use=in_use)
         self._commits.nudge()
 
-    def settle(self, held: HeldArena, reason: str) -> None:
-        """Whoever filled this arena does so no longer: finish what is sealed, free what is not."""
+    def settle(self, held: HeldArena, reason: str, *, in_use: bool = False) -> None:
+        """Whoever filled this arena does so no longer: finish what is sealed, free what is not. ``in_use``: it may
+        still write there, so what is not sealed is only given up."""
         for slot, record in sorted(held.records(), key=lambda item: item[1].ticket):
             fill = held.fill(slot, record.ticket)
             if record.state is SlotState.FILLING:
                 if fill:
                     fill.void(reason)
-                held.arena.set_record(slot, replace(record, state=SlotState.FREE))
+                if not in_use:
+                    held.arena.set_record(slot, replace(record, state=SlotState.FREE))
             elif record.state is SlotState.SEALED and fill:
                 fill.seal()
             elif record.state is SlotState.SEALED:
                 self._begin(held, slot, record.ticket, (SlotState.SEALED,))
-
-    def unseat(self, owner: Owner, reason: str) -> None:
-        """A living trainer has lost its seat: what it has not sealed is given up. Its memory stays its own."""
-        for save in self._under_way:
-            if save.owner is owner:
-                save.fill.void(reason)
 
     def arrived(self, owner: Owner) -> None:
         """A trainer lives in its seat. Rank 0's has the commits finished that an earlier daemon left behind, and where

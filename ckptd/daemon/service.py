@@ -125,7 +125,8 @@ class Service:
 
     def _unseat(self, before: Owner, successor: Owner) -> None:
         log.warning("%s is taken from %s by %s", before.seat, before, successor)
-        records = [record for held in self.arenas.all() if held.owner is before for _, record in held.records()]
+        arenas = [held for held in self.arenas.all() if held.owner is before]
+        records = [record for held in arenas for _, record in held.records()]
         newest = max(records, key=lambda record: record.ticket, default=None)
         before.post(
             Failed(
@@ -137,7 +138,7 @@ class Service:
                 hint="this trainer saves no more",
             )
         )
-        self.saves.unseat(before, f"{before.seat} was taken over by {successor}")
+        self.saves.unseat(before, arenas, successor)
         for session in [session for session in self.sessions if session.owner is before]:
             session.connection.close("its seat was taken over")
 

@@ -100,7 +100,8 @@ class Saving:
             self._handles.add(asked.save)
             if not (last or any(kinds.values())) and self._spacing is not None and not self._spacing.tries(step):
                 behind = f"the store is behind: of {self._spacing.width} steps only the first save is tried"
-                self._give_up(asked.save, self._full(behind))
+                # Of what was tried, each failure is told; what is not even tried is no news.
+                self._give_up(asked.save, self._full(behind), told=self._on_full == "fail")
                 return asked.save
         if step == self._boundary_step or self._snapshots.boundary.crossed():
             self._save_now(asked, step)
@@ -142,10 +143,11 @@ class Saving:
             step = deferred.save.step
             self._give_up(deferred.save, SaveSkipped(f"no boundary came after step {step} was asked for"))
 
-    def _give_up(self, save: Save, error: BaseException) -> None:
-        """The step is not saved by this rank; the others are told, and let go."""
+    def _give_up(self, save: Save, error: BaseException, *, told: bool = True) -> None:
+        """The step is not saved by this rank; the others are told, and let go. ``told``: by the log too."""
         save.fail(error if isinstance(error, StateError) else as_save_error(error))
-        self._handles.report(save)
+        if told:
+            self._handles.report(save)
         self._tell_skip(save.step, first_line(error))
 
     def _tell_skip(self, step: int, reason: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.checkpoint.objects import exists
-from ckptd.errors import NotFound, Unavailable
+from ckptd.errors import NotFound, StorageError
 from ckptd.format.keys import RUN
 from ckptd_backends.files import Files, FileState
 from ckptd_backends.local import LocalBackend, LocalOptions
@@ -42,21 +42,21 @@ async def test_r82_while_the_disk_is_away_nothing_is_put_and_nothing_is_missing(
     async with run_at(root) as backend:
         with disk.away():
             for key in (KEY, "checkpoints/b"):
-                with pytest.raises(Unavailable, match=f"{root} has lost its run.json.*unmounted"):
+                with pytest.raises(StorageError, match=f"{root} has lost its run.json.*unmounted"):
                     await backend.put(key, b"hidden")
-                with pytest.raises(Unavailable, match="unmounted"):
+                with pytest.raises(StorageError, match="unmounted"):
                     await backend.head(key)
-                with pytest.raises(Unavailable, match="unmounted"):
+                with pytest.raises(StorageError, match="unmounted"):
                     await backend.get(key, limit_bytes=100)
-                with pytest.raises(Unavailable, match="unmounted"):
+                with pytest.raises(StorageError, match="unmounted"):
                     await backend.read_into(key, memoryview(bytearray(6)))
                 with pytest.raises(ExceptionGroup) as failed:
                     await backend.delete([key])
-                assert isinstance(failed.value.exceptions[0], Unavailable)
-                with pytest.raises(Unavailable, match="unmounted"):
+                assert isinstance(failed.value.exceptions[0], StorageError)
+                with pytest.raises(StorageError, match="unmounted"):
                     await backend.settle(key)
             for prefix in ("", "checkpoints/"):
-                with pytest.raises(Unavailable, match="unmounted"):
+                with pytest.raises(StorageError, match="unmounted"):
                     await listed(backend, prefix)
             with pytest.raises(NotFound):  # so much is known, and whoever asks for it can tell why
                 await backend.get(RUN, limit_bytes=100)

@@ -274,7 +274,7 @@ class Worker:
                 self.train(step)
                 time.sleep(pause_seconds)
         except Stopped as stopped:
-            stopping._Asked.by = ""
+            stopping.ASKED.by = ""
             assert self.ckpt is not None
             self.saves[stopped.step] = self.ckpt.save(stopped.step)  # the handle of the one that was taken there
             return {"step": stopped.step}

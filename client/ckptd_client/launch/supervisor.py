@@ -21,7 +21,7 @@ from ckptd_client.launch.judge import Judge
 from ckptd_client.launch.judge import in_words as told
 from ckptd_client.launch.lookout import Lookout
 from ckptd_client.launch.policy import History, RestartRules
-from ckptd_client.launch.processes import children, end_all, exit_of, in_words
+from ckptd_client.launch.processes import all_in_words, children, end_all, exit_of
 from ckptd_client.launch.recovery import died_ns, recovered
 from ckptd_client.launch.rendezvous import unmet
 
@@ -129,7 +129,7 @@ class Supervisor:
         bad = [(rank, code) for rank, code in ended if code != 0]
         if bad or self._elsewhere:
             if not self._elsewhere:
-                self._council.tell("failed", _in_words(bad))
+                self._council.tell("failed", all_in_words(bad))
             self._end(bad)
             return "over"
         self._tell_first_step(at_once=len(ended) == len(codes))
@@ -153,7 +153,7 @@ class Supervisor:
     def _end(self, ended: Sequence[tuple[int, int | None]]) -> None:
         if self._what is None:
             self._noticed_ns = time.monotonic_ns()
-            self._what = _in_words(ended)
+            self._what = all_in_words(ended)
         end_all(self._pids, self._others)
 
     def clear(self) -> None:
@@ -265,9 +265,8 @@ class Supervisor:
         if self._stop_for != "good":
             self._untold = name
             self._stop_by("good")
-            self._journal.tell(
-                "stopping", f"{name}: workers have {self._stop_seconds:g} s for a last save", signal=name
-            )
+            words = f"{name}: workers have {self._stop_seconds:g} s for a last save"
+            self._journal.tell("stopping", words, signal=name)
             self._pass_on()
         elif number == signal.SIGINT:  # pressed twice
             self._stop_at = time.monotonic()
@@ -291,17 +290,11 @@ class Supervisor:
     def _stopped(self) -> TrainingStopped:
         self._tell_and_hear()
         safe, saved = self._settle()
-        self._journal.tell("stopped", f"{self._how_it_ended()}; {saved}", safe=safe)
+        how = "before a start" if self._what is None else self._what or "workers did not stop in time"
+        self._journal.tell("stopped", f"{how}; {saved}", safe=safe)
         return TrainingStopped(f"stopped as asked; {saved}", hint="start it again, and it goes on")
 
     def _settle(self) -> tuple[bool, str]:
         """Whether what was sealed is committed, within the time for a stop; and that in words."""
         left = max((self._stop_at or 0.0) - time.monotonic(), 0.0)
         return self._lookout.settle(left) if self._launch else (True, "nothing was sealed")
-
-    def _how_it_ended(self) -> str:
-        return "before a start" if self._what is None else self._what or "workers did not stop in time"
-
-
-def _in_words(ended: Sequence[tuple[int, int | None]]) -> str:
-    return "; ".join([f"local rank {rank} {in_words(code)}" for rank, code in ended if code][:4])
