@@ -25,8 +25,7 @@ class Handles:
         self._slot_freed = slot_freed
         self._lock = threading.Lock()
         self._saves: OrderedDict[Version, Save] = OrderedDict()
-        self.failed: list[Save] = []
-        """Nobody has heard of them yet."""
+        self._failed: list[Save] = []
 
     def add(self, save: Save) -> None:
         """Remember a save under its version."""
@@ -53,12 +52,12 @@ class Handles:
     def report(self, save: Save) -> None:
         """A save has failed, and nobody has heard of it yet."""
         with self._lock:
-            self.failed.append(save)
+            self._failed.append(save)
 
     def take_unreported(self) -> list[Save]:
         """Saves that failed since this was asked last."""
         with self._lock:
-            failed, self.failed = self.failed, []
+            failed, self._failed = self._failed, []
         return failed
 
     def on_event(self, event: Event) -> None:
