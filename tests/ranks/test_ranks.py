@@ -49,6 +49,26 @@ def test_one_rank_killed_before_its_seal_leaves_the_step_before(ranks: Ranks, da
     assert committed(tmp_run) == [1, 2, 3]
 
 
+def test_who_takes_over_does_not_wait_for_ranks_that_stand_still(
+    ranks: Ranks, others: Ranks, daemon: Daemon, tmp_run: str
+) -> None:
+    """One of the first ranks has sealed a step that the other one has not come to, and both hang."""
+    ranks.open(tmp_run, 2, daemon.socket, every_steps=1, slots=1)
+    ranks.each("restore")
+    weights = [answer["weights"] for answer in ranks.train(1, 2)]
+    ranks.each("wait", step=2)
+    ranks[0].do("train", step=3)
+    ranks[0].do("wait", step=3, stage="sealed")
+    for rank in (0, 1):
+        ranks[rank].signal(signal.SIGSTOP)
+    others.open(tmp_run, 2, daemon.socket, takeover=True, idle_seconds=10_000)
+    restored = others.each("restore")
+    assert {answer["step"] for answer in restored} == {2}
+    assert [answer["weights"] for answer in restored] == weights
+    others.each("close")
+    ranks.kill()
+
+
 def test_r125_only_a_step_that_every_rank_holds_is_restored(ranks: Ranks, own_daemon: Start, tmp_run: str) -> None:
     """Rank 0 holds steps 10 and 11 in memory, rank 1 only 10, and storage is too slow for either."""
     near, far = own_daemon("--bandwidth", "0.001"), own_daemon("--bandwidth", "0.001")
