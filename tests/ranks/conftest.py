@@ -130,6 +130,12 @@ class Ranks:
         for rank in range(self.world):
             self[rank].kill()
 
+    def run_and_save(self, steps: int) -> None:
+        """Restore what is there, do some steps, and save the state that they end in."""
+        self.each("restore")
+        self.each("run", steps=steps)
+        self.each("save_as_it_is", step=steps)
+
     def train(self, first: int, last: int) -> list[dict[str, Any]]:
         """Steps ``first`` to ``last``, all ranks side by side; the answers to the last."""
         for step in range(first, last + 1):

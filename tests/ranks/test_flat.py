@@ -51,9 +51,7 @@ def values_of(ranks: Ranks) -> dict[str, str]:
 
 def trained_on(ranks: Ranks) -> tuple[list[Any], dict[str, str]]:
     """Some steps, a save, and what as many further ones came to: each loss, and each value. Ends the ranks' turn."""
-    ranks.each("restore")
-    ranks.each("run", steps=STEPS)
-    ranks.each("save_as_it_is", step=STEPS)
+    ranks.run_and_save(STEPS)
     losses = ranks.each("run", steps=STEPS)
     after = values_of(ranks)
     end(ranks)
@@ -63,9 +61,7 @@ def trained_on(ranks: Ranks) -> tuple[list[Any], dict[str, str]]:
 def saved(ranks: Ranks, folder: Path, socket: Path, url: str, spread: Spread, **options: Any) -> Before:
     """A few steps, and a save of them."""
     begin(ranks, folder, socket, url, spread, **options)
-    ranks.each("restore")
-    ranks.each("run", steps=STEPS)
-    ranks.each("save_as_it_is", step=STEPS)
+    ranks.run_and_save(STEPS)
     before = Before(url, values_of(ranks))
     end(ranks)
     return before

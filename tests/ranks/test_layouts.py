@@ -50,9 +50,7 @@ def values_of(ranks: Ranks) -> tuple[dict[str, str], list[dict[str, str]]]:
 def saved(ranks: Ranks, folder: Path, socket: Path, url: str, spread: tuple[str, int], **options: Any) -> Before:
     """A few steps, and a save of them."""
     begin(ranks, folder, socket, url, spread, **options)
-    ranks.each("restore")
-    ranks.each("run", steps=STEPS)
-    ranks.each("save_as_it_is", step=STEPS)
+    ranks.run_and_save(STEPS)
     before = Before(url, *values_of(ranks))
     end(ranks)
     return before
@@ -133,9 +131,7 @@ def test_training_goes_on_bit_for_bit(
     ranks: Ranks, daemon: Daemon, elsewhere: Daemon, tmp_path: Path, tmp_run: str, spread: tuple[str, int]
 ) -> None:
     begin(ranks, tmp_path, daemon.socket, tmp_run, spread)
-    ranks.each("restore")
-    ranks.each("run", steps=STEPS)
-    ranks.each("save_as_it_is", step=STEPS)
+    ranks.run_and_save(STEPS)
     losses = ranks.each("run", steps=STEPS)
     after = values_of(ranks)
     end(ranks)
