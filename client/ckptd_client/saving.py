@@ -98,8 +98,7 @@ class Saving:
         else:
             asked = _Asked(Save(version, reason, **kinds), metrics, last)
             self._handles.add(asked.save)
-            if not (last or any(kinds.values())) and self._spacing is not None and not self._spacing.tries(step):
-                behind = f"the store is behind: of {self._spacing.width} steps only the first save is tried"
+            if not (last or any(kinds.values())) and (behind := self._left_out(step)):
                 # Of what was tried, each failure is told; what is not even tried is no news.
                 self._give_up(asked.save, self._full(behind), told=self._on_full == "fail")
                 return asked.save
@@ -127,6 +126,12 @@ class Saving:
             self._give_up(save, error)
             if not isinstance(error, Exception):  # Ctrl-C; any other failure of a save is no reason to end the training
                 raise
+
+    def _left_out(self, step: int) -> str | None:
+        """Why this is not one of the steps that all ranks try, if it is not."""
+        if self._spacing is None or self._spacing.tries(step, idle=self._snapshots.idle):
+            return None
+        return f"the store is behind: of {self._spacing.width} steps only the first save is tried"
 
     def _tried(self, *, found_slot: bool) -> None:
         if self._spacing is not None:

@@ -112,6 +112,12 @@ class Snapshots:
 
     # Memory
 
+    @property
+    def idle(self) -> bool:
+        """See :attr:`Ring.idle`; also where there is no ring yet."""
+        ring = self._supply.current()
+        return ring is None or ring.idle
+
     def _ring_for(self, plan: Plan, doc_bytes: int) -> Ring:
         ring = self._supply.renewed()
         if ring is None or not ring.fits(plan, doc_bytes):

@@ -27,13 +27,14 @@ class Spacing:
         self._gap = 1
         """At least the distance between the last two saves, a power of two."""
 
-    def tries(self, step: int) -> bool:
-        """Whether the save of ``step`` is one to try. To be asked once for each save, in order."""
+    def tries(self, step: int, *, idle: bool = False) -> bool:
+        """Whether the save of ``step`` is one to try. To be asked once for each save, in order. ``idle``: there are
+        several slots and all are free, so that this save takes none from the next that all ranks try."""
         before, self._step = self._step, step
         if before is None:
             return True
         self._gap = 1 << (abs(step - before) - 1).bit_length() if step != before else self._gap
-        return step // self.width != before // self.width
+        return idle or step // self.width != before // self.width
 
     def tried(self, *, found_slot: bool) -> None:
         """How the last one went. Until a slot has become free, further tries say nothing about how long one takes."""

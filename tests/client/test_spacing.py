@@ -25,7 +25,8 @@ class Rank:
 
     def takes(self, step: int) -> bool:
         self.busy_until = [end for end in self.busy_until if end > step]
-        if self.spacing is not None and not self.spacing.tries(step):
+        idle = self.slots > 1 and not self.busy_until
+        if self.spacing is not None and not self.spacing.tries(step, idle=idle):
             return False
         free = len(self.busy_until) < self.slots
         if free:

@@ -84,7 +84,7 @@ def test_r155_no_collective_times_out_while_one_rank_cannot_save(
     daemons = [own_daemon(), own_daemon()]
     near = f"file://{tmp_path}/near"
     ranks.group(2, tmp_path, timeout_seconds=4)
-    ranks.open(near, 2, [daemon.socket for daemon in daemons], every_steps=2, slots=1, max_wait=0.5)
+    ranks.open(near, 2, [daemon.socket for daemon in daemons], every_steps=2, max_wait=1)
     ranks.each("train_together", first=1, last=3)
     os.kill(daemons[0].pid, signal.SIGSTOP)
     try:
