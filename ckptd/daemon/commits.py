@@ -14,8 +14,10 @@ from ckptd.format.keys import Version
 
 SKIPS_KEPT = 1024
 """Checkpoints for which skips of ranks here are remembered, for those who join later."""
-SKIPS_TOLD_AT_ONCE_MAX = 64
-"""Records of skips on their way to the other ranks' daemons. Of further ones these learn when their time is up."""
+SKIPS_TOLD_AT_ONCE_MAX = 16
+"""Records of skips on their way to the other ranks' daemons; further ones wait for their turn."""
+SKIPS_UNTOLD_MAX = 1024
+"""So many wait. Of further ones the others learn when their time is up."""
 
 
 class Commits:
@@ -28,7 +30,8 @@ class Commits:
         self._spawn = spawn
         self._open: dict[tuple[str, Version], tuple[Commit, asyncio.Task[None]]] = {}
         self._skips: OrderedDict[tuple[str, Version], dict[int, str]] = OrderedDict()
-        self._telling = 0
+        self._untold = 0
+        self._telling = asyncio.Semaphore(SKIPS_TOLD_AT_ONCE_MAX)
 
     def join(
         self,
@@ -62,20 +65,22 @@ class Commits:
 
     async def skip(self, checkpoint: Checkpoint, rank: int, reason: str) -> None:
         """A rank of this daemon takes no part: tell the others, here at once, and elsewhere through the store, unless
-        it is behind with so many that more would only fill the memory."""
+        it is behind with so many (:data:`SKIPS_UNTOLD_MAX`) that more would only fill the memory. Returns when they are
+        told: until then they wait for what this rank will never save."""
         found = self._open.get(checkpoint.name)
         if found is not None:
             found[0].skip(rank, reason)
         self._skips.setdefault(checkpoint.name, {})[rank] = reason
         while len(self._skips) > SKIPS_KEPT:
             self._skips.popitem(last=False)
-        if not checkpoint.run or self._telling >= SKIPS_TOLD_AT_ONCE_MAX:
+        if not checkpoint.run or self._untold >= SKIPS_UNTOLD_MAX:
             return
-        self._telling += 1
+        self._untold += 1
         try:
-            await put_skipped(*checkpoint.place(rank), checkpoint.version, rank, run=checkpoint.run, reason=reason)
+            async with self._telling:
+                await put_skipped(*checkpoint.place(rank), checkpoint.version, rank, run=checkpoint.run, reason=reason)
         finally:
-            self._telling -= 1
+            self._untold -= 1
 
     def nudge(self) -> None:
         """A trainer has died: commits that wait for it are to look now."""

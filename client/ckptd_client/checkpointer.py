@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -376,17 +375,18 @@ class Checkpointer:
         self._stager.wait()
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until everything that was handed over is committed. ``timeout`` in seconds.
+        """Wait until everything that was handed over is committed, or has failed. ``timeout`` in seconds.
 
-        Raises the first save's error that failed, :class:`DeadlineExceeded` when the time is up.
+        Then raises the oldest error of those that failed meanwhile; :class:`DeadlineExceeded` when the time is up.
         """
-        stop = None if timeout is None else time.monotonic() + timeout
+        failed = self._await_ends(timeout)
+        if failed is not None and failed.error is not None:
+            raise failed.error
+
+    def _await_ends(self, timeout: float | None) -> Save | None:
         with self._link.pulse.phase(Phase.SAVE):
             self._stager.wait()
-            for save in self._handles.unfinished():
-                if save.state == "deferred":
-                    continue  # it waits for the training, not for the daemon
-                save.wait("committed", None if stop is None else max(stop - time.monotonic(), 0.0))
+            return self._handles.await_ends(timeout)
 
     # Progress
 
@@ -418,7 +418,7 @@ class Checkpointer:
             return
         self._saving.give_up_deferred()
         try:
-            self.flush(timeout)
+            self._await_ends(timeout)
         finally:
             self._end()
         newest = self._handles.newest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -43,6 +44,20 @@ class Handles:
         """Neither committed nor failed yet, oldest first."""
         with self._lock:
             return [save for save in self._saves.values() if not save.done]
+
+    def await_ends(self, timeout: float | None) -> Save | None:
+        """Wait until each of them is committed or has failed, but for those that wait for the training, not for the
+        daemon; returns the oldest that has failed meanwhile. ``timeout`` in seconds for all of them; raises
+        :class:`DeadlineExceeded`."""
+        stop = None if timeout is None else time.monotonic() + timeout
+        failed: list[Save] = []
+        for save in self.unfinished():
+            if save.state == "deferred":
+                continue
+            save.wait_for_end(None if stop is None else max(stop - time.monotonic(), 0.0))
+            if save.error is not None:
+                failed.append(save)
+        return failed[0] if failed else None
 
     def newest(self) -> Save | None:
         """The one that was added last."""

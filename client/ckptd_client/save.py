@@ -83,11 +83,18 @@ class Save:
         Raises the save's own error if it failed, :class:`DeadlineExceeded` when the time is up.
         """
         with self._changed:
-            reached = self._changed.wait_for(lambda: _ORDER[self._state] >= _ORDER[stage], timeout)
-            if not reached:
-                raise DeadlineExceeded(f"step {self.step}: still {self._state} after {timeout} s, not {stage}")
+            self._await(stage, timeout)
             if self._error is not None:
                 raise self._error
+
+    def wait_for_end(self, timeout: float | None) -> None:
+        """Block until the save is committed or has failed. Raises :class:`DeadlineExceeded`, and no other error."""
+        with self._changed:
+            self._await("committed", timeout)
+
+    def _await(self, stage: Stage, timeout: float | None) -> None:
+        if not self._changed.wait_for(lambda: _ORDER[self._state] >= _ORDER[stage], timeout):
+            raise DeadlineExceeded(f"step {self.step}: still {self._state} after {timeout} s, not {stage}")
 
     def advance(self, state: State) -> None:
         """Move on; never backwards, and never away from ``failed``."""
