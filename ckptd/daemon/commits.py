@@ -6,18 +6,28 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ckptd.daemon.commit import Commit, Lost, Patience
 from ckptd.daemon.receipts import put_skipped
 from ckptd.daemon.tier import Checkpoint
 from ckptd.format.keys import Version
+from ckptd.storage import Backend
 
 SKIPS_KEPT = 1024
 """Checkpoints for which skips of ranks here are remembered, for those who join later."""
 SKIPS_TOLD_AT_ONCE_MAX = 16
-"""Records of skips on their way to the other ranks' daemons; further ones wait for their turn."""
+"""Records of skips on their way to one store, and so to the other ranks' daemons; further ones wait for their turn."""
 SKIPS_UNTOLD_MAX = 1024
-"""So many wait. Of further ones the others learn when their time is up."""
+"""So many are not there yet. Of further ones the others learn when their time is up."""
+
+
+class _Telling:
+    """Skips on their way to one store. Each has its own: none waits for a store that others save to."""
+
+    def __init__(self) -> None:
+        self.untold = 0
+        self.turn = asyncio.Semaphore(SKIPS_TOLD_AT_ONCE_MAX)
 
 
 class Commits:
@@ -30,8 +40,7 @@ class Commits:
         self._spawn = spawn
         self._open: dict[tuple[str, Version], tuple[Commit, asyncio.Task[None]]] = {}
         self._skips: OrderedDict[tuple[str, Version], dict[int, str]] = OrderedDict()
-        self._untold = 0
-        self._telling = asyncio.Semaphore(SKIPS_TOLD_AT_ONCE_MAX)
+        self._telling = WeakKeyDictionary[Backend, _Telling]()
 
     def join(
         self,
@@ -73,14 +82,16 @@ class Commits:
         self._skips.setdefault(checkpoint.name, {})[rank] = reason
         while len(self._skips) > SKIPS_KEPT:
             self._skips.popitem(last=False)
-        if not checkpoint.run or self._untold >= SKIPS_UNTOLD_MAX:
+        backend, key = checkpoint.place(rank)
+        telling = self._telling.setdefault(backend, _Telling())
+        if not checkpoint.run or telling.untold >= SKIPS_UNTOLD_MAX:
             return
-        self._untold += 1
+        telling.untold += 1
         try:
-            async with self._telling:
-                await put_skipped(*checkpoint.place(rank), checkpoint.version, rank, run=checkpoint.run, reason=reason)
+            async with telling.turn:
+                await put_skipped(backend, key, checkpoint.version, rank, run=checkpoint.run, reason=reason)
         finally:
-            self._untold -= 1
+            telling.untold -= 1
 
     def nudge(self) -> None:
         """A trainer has died: commits that wait for it are to look now."""

@@ -50,14 +50,10 @@ class Handles:
         daemon; returns the oldest that has failed meanwhile. ``timeout`` in seconds for all of them; raises
         :class:`DeadlineExceeded`."""
         stop = None if timeout is None else time.monotonic() + timeout
-        failed: list[Save] = []
-        for save in self.unfinished():
-            if save.state == "deferred":
-                continue
+        awaited = [save for save in self.unfinished() if save.state != "deferred"]
+        for save in awaited:
             save.wait_for_end(None if stop is None else max(stop - time.monotonic(), 0.0))
-            if save.error is not None:
-                failed.append(save)
-        return failed[0] if failed else None
+        return next((save for save in awaited if save.error is not None), None)
 
     def newest(self) -> Save | None:
         """The one that was added last."""
