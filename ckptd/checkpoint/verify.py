@@ -202,9 +202,12 @@ async def _check_rank(reader: CheckpointReader, rank: int, on_bytes: Callable[[i
     shard, mapped = receipt.shard, await reader.shard(rank)
     await reader.check_shard(rank, on_bytes=on_bytes)
     for key, size in [(shard.key, shard.bytes), *((reference.key, reference.bytes) for reference in shard.references)]:
-        found = await reader.run.backend.head(key)
+        where = place(reader.run.backend, key)
+        try:
+            found = await reader.run.backend.head(key)
+        except NotFound:  # deleted since it was read
+            raise damaged(where, "is missing, though its receipt promises it") from None
         if found.size_bytes != size:
-            where = place(reader.run.backend, key)
             raise damaged(where, f"has {found.size_bytes} bytes, and its receipt promises {size}")
     header = memoryview(bytearray(layout.header_bytes - mapped.start))
     await reader.read(rank, mapped.start, layout.header_bytes, header)

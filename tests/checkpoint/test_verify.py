@@ -8,10 +8,10 @@ import pytest
 
 from ckptd.checkpoint.run import Run
 from ckptd.checkpoint.verify import newest_good, verify
-from ckptd.errors import AccessDenied, NoCheckpoint, Unavailable
+from ckptd.errors import AccessDenied, NoCheckpoint, NotFound, Unavailable
 from ckptd.format import index
 from ckptd.format.keys import Version
-from ckptd.storage import Backend
+from ckptd.storage import Backend, ObjectInfo
 from ckptd_backends.wrappers.base import Wrapper
 from tests.checkpoint.builder import (
     State,
@@ -157,3 +157,18 @@ async def test_cannot_tell_is_no_verdict(run: Run, error: type[Exception]) -> No
     await make_run(run, [10, 20])
     with pytest.raises(error):
         await newest_good(Run(Refusing(run.backend), run.id))
+
+
+async def test_what_is_deleted_while_it_is_verified_is_a_finding(run: Run) -> None:
+    """As retention does: each byte was read, and then the shard is gone."""
+
+    class Gone(Wrapper):
+        async def head(self, key: str) -> ObjectInfo:
+            if key.endswith(".safetensors"):
+                raise NotFound("no such object", key=key)
+            return await self.inner.head(key)
+
+    (version,) = await make_run(run, [10])
+    found = await verify(Run(Gone(run.backend), run.id), version)
+    assert not found.good
+    assert "is missing" in found.reason
