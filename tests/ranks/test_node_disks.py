@@ -66,16 +66,20 @@ def test_what_only_one_node_has_newest_sends_all_back(ranks: Ranks, own_daemon: 
     weights = [answer["weights"] for answer in ranks.train(1, 1)]
     ranks.each("wait", step=1)
     wait_until(lambda: committed(urls[1]) == [1], "step 1 in the shared tier", deadline_seconds=20)
-    (tmp_path / "shared" / "manifests").rename(tmp_path / "aside")
-    (tmp_path / "shared" / "manifests").write_text("no folder")
+    # Nothing of step 2: what has its shards there is committed there by whoever comes next.
+    hidden = [(tmp_path / "shared" / name, tmp_path / f"aside-{name}") for name in ("checkpoints", "manifests")]
+    for folder, aside in hidden:
+        folder.rename(aside)
+        folder.write_text("no folder")
     ranks.train(2, 2)
     for step in (1, 2):
         ranks.each("wait", step=step)
     ranks.kill()
     for daemon in daemons:
         daemon.kill()
-    (tmp_path / "shared" / "manifests").unlink()
-    (tmp_path / "aside").rename(tmp_path / "shared" / "manifests")
+    for folder, aside in hidden:
+        folder.unlink()
+        aside.rename(folder)
     shutil.rmtree(tmp_path / "node1")
     for daemon in daemons:
         daemon.start()
