@@ -33,8 +33,9 @@ bench: $(READY)  ## lost training time, time to durable and restore of ckptd and
 power: $(READY)  ## loss of power after every change of the disk, in many stories; ARGS="--first SEED --seeds N"
 	$(BIN)/python -m tests.power $(ARGS)
 
-test-long: $(READY)  ## further variants, which no default run has time for
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder -m long $(ARGS)
+test-long: $(READY)  ## further variants, which no default run has time for, and new examples of all properties
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	  -m "long or hypothesis" --hypothesis-profile random $(ARGS)
 
 perf: $(READY)  ## a few ratios against wide bounds, on a quiet machine
 	$(BIN)/python -m pytest -m perf $(ARGS)

@@ -232,6 +232,13 @@ class RestartsUsedUp(CkptdError):
     exit_code = Exit.RESTARTS_USED_UP
 
 
+class RendezvousLost(CkptdError):
+    """A further start was wanted, and its nodes cannot meet any more. Start it again on all of them, and it goes on."""
+
+    retryable = True
+    exit_code = Exit.RENDEZVOUS_LOST
+
+
 def to_fields(error: BaseException, foreign: type[CkptdError] = CkptdError) -> dict[str, str]:
     """An error as plain data: the name of its class here, its message and its hint. One of another library becomes a
     ``foreign``."""

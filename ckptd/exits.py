@@ -31,5 +31,7 @@ class Exit(IntEnum):
     CRASH_LOOP = 16
     NEVER_STARTED = 17
     RESTARTS_USED_UP = 18
+    RENDEZVOUS_LOST = 19
+    """Its nodes cannot meet any more: start it again on all of them."""
     INTERRUPTED = 130
     """As shells have it for Ctrl-C."""

@@ -49,10 +49,12 @@ FOREIGN_FILES = ("/dev/", "/proc/", "/sys/", "/usr/", os.path.realpath(sys.prefi
 """Where libraries keep files open for good."""
 
 # How long an example takes, and how many a second there are, is the machine's affair and no property.
-settings.register_profile(
-    "busy", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
-)
-settings.load_profile("busy")
+_BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+# The same examples each time, so that whether a change passes does not depend on luck.
+settings.register_profile("same", _BUSY, derandomize=True, database=None)
+# New ones each time, and those that failed come again: for `--hypothesis-profile random`.
+settings.register_profile("random", _BUSY, derandomize=False, print_blob=True)
+settings.load_profile("same")
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
@@ -208,11 +210,11 @@ def _our_processes() -> set[psutil.Process]:
     """Every living process that inherited this session's mark, children of init included; not this one."""
     mark = f"{OURS}={os.environ[OURS]}".encode()
     found: set[psutil.Process] = set()
-    for environ in [Path("/proc", name, "environ") for name in os.listdir("/proc") if name.isdecimal()]:
+    for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
         try:
-            process = psutil.Process(int(environ.parent.name))
-            if process.pid != os.getpid() and mark in environ.read_bytes().split(b"\0"):
-                found.add(process)
+            with open(f"/proc/{pid}/environ", "rb") as environ:
+                if pid != os.getpid() and mark in environ.read().split(b"\0"):
+                    found.add(psutil.Process(pid))
         except (OSError, psutil.Error):
             continue  # it ended, or is another user's
     return found

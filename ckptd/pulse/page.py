@@ -21,6 +21,7 @@ _COUNT = struct.Struct("<Q")
 _GENERATION_AT = 8
 _LIFE_AT, _LIFE_BYTES = 16, 16
 _BEAT = struct.Struct("<QQQIIddd")  # number, step, monotonic ns, phase, limit ms, unix seconds, loss, grad norm
+_put_beat, _put_count = _BEAT.pack_into, _COUNT.pack_into
 _RING_START = 4096
 RING_BEATS = (STATUS_BYTES - _RING_START) // 64
 LIMIT_SECONDS_MAX = (2**32 - 1) / 1000
@@ -66,16 +67,30 @@ class StatusPage:
         if len(page) != STATUS_BYTES:
             raise ValueError(f"a status page has {STATUS_BYTES} bytes, not {len(page)}")
         self._page = page
+        self._number = self.count()
+        """Of the beat that was written last."""
 
     def beat(
         self, step: int, phase: Phase, loss: float = _NAN, grad_norm: float = _NAN, limit_seconds: float = 0.0
     ) -> None:
         """Report progress. Costs two clock reads and two stores."""
-        number = _COUNT.unpack_from(self._page, 0)[0] + 1
-        slot = _RING_START + (number % RING_BEATS) * 64
-        limit = int(limit_seconds * 1000)
-        _BEAT.pack_into(self._page, slot, number, step, time.monotonic_ns(), phase, limit, time.time(), loss, grad_norm)
-        _COUNT.pack_into(self._page, 0, number)
+        self.beat_at(time.monotonic_ns(), time.time(), step, phase, loss, grad_norm, int(limit_seconds * 1000))
+
+    def beat_at(
+        self,
+        monotonic_ns: int,
+        unix_seconds: float,
+        step: int,
+        phase: Phase,
+        loss: float,
+        grad_norm: float,
+        limit_ms: int = 0,
+    ) -> None:
+        """As :meth:`beat`, by clocks that the caller has just read."""
+        self._number = number = self._number + 1
+        slot = _RING_START + number % RING_BEATS * 64
+        _put_beat(self._page, slot, number, step, monotonic_ns, phase, limit_ms, unix_seconds, loss, grad_norm)
+        _put_count(self._page, 0, number)
 
     @property
     def life(self) -> str:

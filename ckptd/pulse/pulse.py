@@ -19,6 +19,7 @@ _log = logging.getLogger(__name__)
 
 PhaseName = Literal["eval", "compile", "save", "restore", "other"]
 Part = Literal["page", "stacks", "dump", "end", "rows"]
+_STEP = Phase.STEP
 _PHASES: dict[str, Phase] = {
     phase.name.lower(): phase for phase in (Phase.EVAL, Phase.COMPILE, Phase.SAVE, Phase.RESTORE, Phase.OTHER)
 }
@@ -78,31 +79,28 @@ class Pulse:
         if self._rows is not None:
             self._rows.generation = generation
 
-    @property
-    def columns_refused(self) -> int:
-        """Names that the training log has no room for; see :meth:`Rows.write`."""
-        return 0 if self._rows is None else self._rows.refused
-
-    def step(self, step: int, loss: float | None = None, grad_norm: float | None = None) -> float:
+    def step(self, step: int, loss: float = math.nan, grad_norm: float = math.nan) -> float:
         """A training step is done. Ends every phase: one whose end was lost is over by then. Returns the seconds that
         it took, without other phases within; nan for the first."""
-        now_ns = time.monotonic_ns()
+        return self.step_at(time.monotonic_ns(), time.time(), step, loss, grad_norm)
+
+    def step_at(self, now_ns: int, unix_seconds: float, step: int, loss: float, grad_norm: float) -> float:
+        """As :meth:`step`, by clocks that the caller has just read: ``CLOCK_MONOTONIC``, and that of the day."""
         if self._stays:
             self._away_ns += now_ns - self._left_ns
             self._stays.clear()
-        took_ns = now_ns - self._stepped_ns - self._away_ns if self._stepped_ns else -1
+        began_ns = self._stepped_ns + self._away_ns
+        seconds = (now_ns - began_ns) / 1e9 if self._stepped_ns and now_ns >= began_ns else math.nan
         self._stepped_ns, self._away_ns = now_ns, 0
-        self._between.phase = Phase.STEP
+        self._between.phase = _STEP
         self._step = step
-        self._page.beat(
-            step, Phase.STEP, math.nan if loss is None else loss, math.nan if grad_norm is None else grad_norm
-        )
-        return took_ns / 1e9 if took_ns >= 0 else math.nan
+        self._page.beat_at(now_ns, unix_seconds, step, _STEP, loss, grad_norm)
+        return seconds
 
-    def log(self, step: int, values: Mapping[str, float], *, unix_seconds: float, step_seconds: float) -> None:
+    def log(self, step: int, values: Mapping[str, float], unix_seconds: float, step_seconds: float) -> None:
         """A row of the training log: what a step has reported, and how long it took."""
         if self._rows is not None and not self._closed:
-            self._rows.write(step, values, unix_seconds=unix_seconds, step_seconds=step_seconds)
+            self._rows.write(step, values, unix_seconds, step_seconds)
 
     @contextlib.contextmanager
     def phase(self, phase: Phase, limit_seconds: float = 0.0) -> Generator[None]:

@@ -7,6 +7,7 @@ survives the trainer, as the daemon holds the memory too.
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 import os
@@ -18,13 +19,18 @@ from ckptd.format.keys import STEP_MAX
 from ckptd.limits import LOG_COLUMNS_MAX, LOG_NAME_BYTES_MAX, LOG_RING_ROWS, PAGE_BYTES
 from ckptd.pulse.sealed import create_sealed, map_sealed
 
+_log = logging.getLogger("ckptd")
+
 _NUMBER = struct.Struct("<Q")
+_put_number = _NUMBER.pack_into
 _COUNT_AT, _COLUMNS_AT, _GENERATION_AT, _REFUSED_AT, _LIFE_AT = 0, 8, 16, 24, 32
 _LIFE_BYTES = 16
 _NAMES_START = PAGE_BYTES
 _NAME_BYTES = LOG_NAME_BYTES_MAX + 1  # its length before it
 _ROWS_START = _NAMES_START + LOG_COLUMNS_MAX * _NAME_BYTES
 _HEAD = "<QQQdd"  # number, step, bits of the columns that have a value, unix seconds, step seconds; then the values
+_HEAD_BYTES = struct.calcsize(_HEAD)
+_put_head = struct.Struct(_HEAD).pack_into
 _ROW_BYTES = -(-struct.calcsize(f"{_HEAD}{LOG_COLUMNS_MAX}d") // 64) * 64
 ROWS_BYTES = _ROWS_START + LOG_RING_ROWS * _ROW_BYTES
 NUMBER_MAX = 10**12 - 1
@@ -52,45 +58,56 @@ class Rows:
         if len(memory) != ROWS_BYTES:
             raise ValueError(f"rows have {ROWS_BYTES} bytes, not {len(memory)}")
         self._memory = memory
+        self._figures = memory[_ROWS_START:].cast("B").cast("d")
+        """All words of all rows."""
+        self._number = self.count
+        """Of the row that was written last."""
         self._places: dict[str, int] = {}
         """Column → its place; -1 for one that there was no room for."""
-        self._latest: list[float] = []
         self._names: list[str] = []
-        self._row = struct.Struct(_HEAD)
 
     # The trainer's side
 
-    def write(self, step: int, values: Mapping[str, float], *, unix_seconds: float, step_seconds: float) -> None:
-        """Add a row. A value under a name that is too long, or beyond the most columns, is dropped and counted."""
-        columns = 0
+    def write(self, step: int, values: Mapping[str, float], unix_seconds: float, step_seconds: float) -> None:
+        """Add a row. A value under a name that is too long, or beyond the most columns, is dropped and counted; the
+        first time, a warning says so."""
+        self._number = number = self._number + 1
+        start = number % LOG_RING_ROWS * _ROW_BYTES
+        figures, place_of = self._figures, self._places
+        at, columns = (start + _HEAD_BYTES) // 8, 0
         for name, value in values.items():
-            place = self._places.get(name)
+            place = place_of.get(name)
             if place is None:
                 place = self._new_column(name)
             if place >= 0:
+                figures[at + place] = value
                 columns |= 1 << place
-                self._latest[place] = value
-        number = self._get(_COUNT_AT) + 1
-        start = _ROWS_START + (number % LOG_RING_ROWS) * _ROW_BYTES
-        self._row.pack_into(self._memory, start, number, step, columns, unix_seconds, step_seconds, *self._latest)
-        _NUMBER.pack_into(self._memory, _COUNT_AT, number)
+        _put_head(self._memory, _ROWS_START + start, number, step, columns, unix_seconds, step_seconds)
+        _put_number(self._memory, _COUNT_AT, number)
 
     def _new_column(self, name: str) -> int:
         data = name.encode(errors="replace")
-        place = len(self._latest)
+        place = self._get(_COLUMNS_AT)
         if place >= LOG_COLUMNS_MAX or not 0 < len(data) <= LOG_NAME_BYTES_MAX:
             if len(self._places) < 2 * LOG_COLUMNS_MAX:  # names may be without end
                 self._places[name] = -1
-                _NUMBER.pack_into(self._memory, _REFUSED_AT, self.refused + 1)
+                self._refuse()
             return -1
         start = _NAMES_START + place * _NAME_BYTES
         self._memory[start] = len(data)
         self._memory[start + 1 : start + 1 + len(data)] = data
         self._places[name] = place
-        self._latest.append(math.nan)
-        self._row = struct.Struct(f"{_HEAD}{len(self._latest)}d")
-        _NUMBER.pack_into(self._memory, _COLUMNS_AT, len(self._latest))
+        _put_number(self._memory, _COLUMNS_AT, place + 1)
         return place
+
+    def _refuse(self) -> None:
+        if not self.refused:
+            _log.warning(
+                "the training log has room for %d names of at most %d bytes; others are dropped",
+                LOG_COLUMNS_MAX,
+                LOG_NAME_BYTES_MAX,
+            )
+        _put_number(self._memory, _REFUSED_AT, self.refused + 1)
 
     # Both sides
 
@@ -109,7 +126,7 @@ class Rows:
 
     @generation.setter
     def generation(self, generation: int) -> None:
-        _NUMBER.pack_into(self._memory, _GENERATION_AT, generation)
+        _put_number(self._memory, _GENERATION_AT, generation)
 
     @property
     def refused(self) -> int:
@@ -160,6 +177,7 @@ class Rows:
 
     def release(self) -> None:
         """Of the memory."""
+        self._figures.release()
         self._memory.release()
 
 

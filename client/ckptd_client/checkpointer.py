@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ import msgspec
 from ckptd.checkpoint.keep import Keep
 from ckptd.checkpoint.selectors import Selector
 from ckptd.errors import CkptdError, StateError, UsageError
-from ckptd.format.keys import Version
+from ckptd.format.keys import STEP_MAX, Version
 from ckptd.format.metrics import metrics_for_record
 from ckptd.pulse.loss_rules import LossRules, OnBadLoss
 from ckptd.pulse.page import Phase
@@ -31,7 +31,7 @@ from ckptd_client.collecting import collecting_later
 from ckptd_client.generation import Life, Opening, WriterClaim, open_life
 from ckptd_client.handles import Handles
 from ckptd_client.link import DaemonLink
-from ckptd_client.progress import Progress
+from ckptd_client.progress import FromGpu, Progress, figures
 from ckptd_client.restore import Restorer
 from ckptd_client.restored import Restored, Wish
 from ckptd_client.resume import resumed
@@ -40,7 +40,7 @@ from ckptd_client.saving import OnError, OnFull, Saving
 from ckptd_client.schedule import Appointments, Schedule
 from ckptd_client.settings import (
     LogRanks,
-    check_metrics,
+    check_metric,
     check_settings,
     check_step,
     check_values,
@@ -58,6 +58,10 @@ from ckptd_client.supply import ArenaSupply
 from ckptd_client.tiers import Url, as_tiers, check_furthest, find_shared, of_hello, roots_of
 from ckptd_client.topology import Topology
 
+CLOSE_SECONDS = 600.0
+CLOSE_AFTER_ERROR_SECONDS = 10.0
+"""How long one of several ranks that fails waits for its saves to be committed; the daemon goes on."""
+
 _log = logging.getLogger("ckptd")
 
 
@@ -74,10 +78,10 @@ class Checkpointer:
     snapshots held at once; two let one be written while the next is taken. ``overlap``: copy parameters and optimizer
     state during the next forward and backward, where that has proved safe. ``check``: how a mixture is looked for;
     ``"full"`` compares every byte. ``on_full``: with no free slot ``"wait"`` at most ``max_wait`` seconds and then
-    skip, ``"skip"`` at once, or ``"fail"``; several ranks that do not wait then try fewer saves, all of them the same.
-    ``rng``: include all random-number generators. ``socket``: the daemon's, else ``$CKPTD_SOCKET``, else a private
-    folder. ``on_error="raise"``: a failed save raises at the next :meth:`step`; else it is logged, and found on its
-    handle. ``takeover``: take the run from a live owner.
+    skip, ``"skip"`` at once, or ``"fail"``; the last save before a stop waits in any case. Several ranks try fewer
+    saves from then on, all of them the same. ``rng``: include all random-number generators.
+    ``socket``: the daemon's, else ``$CKPTD_SOCKET``, else a private folder. ``on_error="raise"``: a failed save raises
+    at the next :meth:`step`; else it is logged, and found on its handle. ``takeover``: take the run from a live owner.
     ``start_daemon=False``: where no daemon answers, wait for the one that somebody else runs. ``rank``, ``world``,
     ``launch``: where neither torch.distributed nor a launcher tells them. ``stop_on``: signals, such as ``"SIGTERM"``,
     that any rank may get: all ranks then save the same step, where :meth:`step` ends them; ``ckptd run`` names some.
@@ -185,12 +189,12 @@ class Checkpointer:
         self._saving = Saving(
             self._snapshots, self._handles, self._link, self._rank, self._world, on_full=on_full, max_wait=max_wait
         )
-        appointments = Appointments(self._agreement.store, self._rank, self._world, self._saving.missed, stopping.asked)
+        appointments = Appointments(self._agreement.store, self._rank, self._world, self._saving.missed, stopping.ASKED)
         self._schedule = Schedule(every_steps, every, appointments, self._rank)
         self._progress = Progress(self._link.pulse)
         self._stepped = 0
-        self._closed = False
-        self._pid = os.getpid()
+        self._over = ""
+        """Why it is of no use any more."""
         leaving.opened(self)
         if not any(offer.writable for offer in self._supply.held()):
             self._supply.grow_later(self._snapshots.slot_bytes_expected())
@@ -255,7 +259,8 @@ class Checkpointer:
         weights_only: bool = False,
         cast: bool | Sequence[str] = False,
     ) -> Restored:
-        """Restore the newest checkpoint that all ranks can have, or the one of a step, and open the next generation.
+        """Restore the newest checkpoint that all ranks can have, or the one of a step, and open the next generation. To
+        be called once, before the first step or save.
 
         Memory first, then storage; everything is verified before the live state is touched, and a failed restore leaves
         it as it was. ``step=0`` starts over from nothing, beside what is there. All ranks call this, in the same order.
@@ -274,7 +279,7 @@ class Checkpointer:
         """
         self._check_open()
         if self._saving.life is not None:
-            raise UsageError("restore() comes before the first save, and once")
+            raise UsageError("restore() comes before the first step or save, and once")
         step = resumed(step, self._agreement, self._roots, self._supply.await_idle)
         fresh = step == 0
         if fresh:
@@ -317,21 +322,40 @@ class Checkpointer:
         Tensors of one number on a CUDA device are logged as soon as they have been copied from there, mostly at the
         next step; nothing waits for that, unless a save is due. On any other device they are read at once.
 
-        Raises :class:`UsageError` for a metric that is no number, nor ``None``, and for a step before the last one.
+        The first one opens the generation where :meth:`restore` has not, on all ranks, so that its steps have a log.
+
+        Raises :class:`UsageError` for a metric that is no number, nor ``None``, for a step before the last one, and
+        for a first one where the run has checkpoints and nothing was restored; and what :meth:`restore` raises for a
+        generation that cannot be opened.
         Returns the handle of a save, or ``None``. Never raises for a save that failed, unless ``on_error="raise"``.
         Raises :class:`ckptd_client.Stopped`, a ``SystemExit``, on all ranks at the same step, after a last save, where
         one of them got a signal of ``stop_on``.
         """
-        self._check_open()
-        check_step(step, self._stepped)
-        check_metrics(step, metrics)
+        if self._over:
+            raise UsageError(self._over)
+        if type(step) is not int or not self._stepped <= step <= STEP_MAX:
+            check_step(step, self._stepped)
+        values, on_gpu = figures(step, metrics)
+        if self._saving.life is None:  # what is reported belongs to a generation from the first step on
+            self._open_life(None, fresh=False)
         self._stepped = step
-        self._saving.report_failures(self._on_error)
-        due = self._schedule.due(step)
-        numbers = self._progress.step(step, metrics, due=due)
+        now_ns = time.monotonic_ns()
+        if self._handles.failed:
+            self._saving.report_failures(self._on_error)
+        due = self._schedule.due(step, now_ns)
+        late = None
+        if on_gpu is not None:
+            late = FromGpu(on_gpu)
+            if due:
+                values |= late.numbers()
+                late = None
+        self._progress.report(now_ns, step, values, late)
         self._saving.stepped(step)
         stops = self._schedule.appointments.stops(step)
-        save = self._request(step, "due", numbers, last=stops) if due else None
+        save = None
+        if due:
+            numbers = metrics_for_record({name: values.get(name) for name in metrics})
+            save = self._request(step, "due", numbers, last=stops)
         if stops and not self._saving.any_deferred:
             self.fence()
             raise stopping.Stopped(step)
@@ -358,9 +382,11 @@ class Checkpointer:
         """
         self._check_open()
         check_step(step)
-        check_metrics(step, metrics or {})
-        numbers = metrics_for_record(dict(metrics or {}))
-        save = self._request(step, reason or "", numbers, pin=pin, debug=debug)
+        for name, value in (metrics or {}).items():
+            check_metric(step, name, value)
+        numbers = metrics_for_record(metrics or {})
+        stops = self._schedule.appointments.stops(step)
+        save = self._request(step, reason or "", numbers, last=stops, pin=pin, debug=debug)
         if isinstance(save.error, StateError):
             raise save.error
         return save
@@ -403,18 +429,16 @@ class Checkpointer:
     # Ending
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError("the checkpointer is closed")
-        if os.getpid() != self._pid:
-            raise UsageError("this is a forked child; the checkpointer belongs to its parent")
+        if self._over:
+            raise UsageError(self._over)
 
-    def close(self, timeout: float | None = 600.0) -> None:
+    def close(self, timeout: float | None = CLOSE_SECONDS) -> None:
         """Wait until everything is committed, and end the session. Idempotent.
 
         Raises the error of the newest save if that failed, so that a run whose last checkpoint is missing does not end
         as if all were well; :class:`DeadlineExceeded` when ``timeout`` seconds are over (the daemon goes on).
         """
-        if self._closed:
+        if self._over:
             return
         self._saving.give_up_deferred()
         try:
@@ -426,7 +450,7 @@ class Checkpointer:
             raise newest.error
 
     def _end(self) -> None:
-        self._closed = True
+        self._over = "the checkpointer is closed"
         self._progress.close()
         leaving.closed(self)
         self._snapshots.fence.close()
@@ -438,13 +462,13 @@ class Checkpointer:
 
     def abandon(self) -> None:
         """At the interpreter's exit without :meth:`close`: seal what is being copied; the daemon does the rest."""
-        if not self._closed:
+        if not self._over:
             self._progress.close()
             self._stager.wait()
 
     def forget(self) -> None:
         """In a forked child: the session is the parent's."""
-        self._closed = True
+        self._over = "this is a forked child; the checkpointer belongs to its parent"
         self._link.forget()
 
     def __enter__(self) -> Checkpointer:
@@ -456,8 +480,10 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        # The training's own error is the one to be seen.
+        # The training's own error is the one to be seen, and soon: of ranks that are dead nothing comes that would
+        # complete a checkpoint, and whoever starts them anew waits for this one. In an agreed stop none of them is.
+        together = self._world == 1 or isinstance(error, stopping.Stopped)
         try:
-            self.close()
+            self.close(CLOSE_SECONDS if together else CLOSE_AFTER_ERROR_SECONDS)
         except CkptdError as second:
             _log.error("while the training ended with an error: %s", second)

@@ -26,7 +26,8 @@ class Handles:
         self._slot_freed = slot_freed
         self._lock = threading.Lock()
         self._saves: OrderedDict[Version, Save] = OrderedDict()
-        self._failed: list[Save] = []
+        self.failed: list[Save] = []
+        """Nobody has heard of them yet."""
 
     def add(self, save: Save) -> None:
         """Remember a save under its version."""
@@ -63,12 +64,12 @@ class Handles:
     def report(self, save: Save) -> None:
         """A save has failed, and nobody has heard of it yet."""
         with self._lock:
-            self._failed.append(save)
+            self.failed.append(save)
 
     def take_unreported(self) -> list[Save]:
         """Saves that failed since this was asked last."""
         with self._lock:
-            failed, self._failed = self._failed, []
+            failed, self.failed = self.failed, []
         return failed
 
     def on_event(self, event: Event) -> None:

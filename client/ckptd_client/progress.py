@@ -3,7 +3,6 @@ figures are there."""
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import deque
@@ -13,11 +12,14 @@ from typing import Any, Protocol
 
 import torch
 
-from ckptd.format.metrics import as_number, metrics_for_record
-from ckptd.limits import LATE_ROWS_MAX, LOG_COLUMNS_MAX, LOG_NAME_BYTES_MAX
+from ckptd.format.metrics import as_number
+from ckptd.limits import LATE_ROWS_MAX
 from ckptd.pulse.pulse import Pulse
+from ckptd_client.settings import check_metric
 
-_log = logging.getLogger("ckptd")
+EXACT = 2**53
+"""Whole numbers up to here are floating-point numbers too."""
+_NAN = math.nan
 
 
 class Late(Protocol):
@@ -35,7 +37,7 @@ class Late(Protocol):
 
 class FromGpu:
     """Tensors of one number each, copied to the host behind all work that was given to the device so far. Neither the
-    device nor the training waits for that."""
+    device nor the training waits for that, unless it asks for the numbers."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._copies = {name: tensor.detach().to("cpu", non_blocking=True) for name, tensor in tensors.items()}
@@ -53,7 +55,31 @@ class FromGpu:
         """As :meth:`Late.numbers`."""
         for event in self._events:
             event.synchronize()
-        return {name: float(copy.item()) for name, copy in self._copies.items()}
+        return {name: number for name, copy in self._copies.items() if (number := as_number(copy)) is not None}
+
+
+OnGpu = dict[str, torch.Tensor] | None
+
+
+def figures(step: int, metrics: dict[str, Any]) -> tuple[dict[str, float], OnGpu]:
+    """The numbers among a step's metrics, and the tensors that lie on a GPU, where there are any. Other tensors are
+    read; a number that no float can hold is left out. Raises as :func:`check_metric`."""
+    for value in metrics.values():
+        if type(value) is not float and not (type(value) is int and -EXACT <= value <= EXACT):
+            return _of_any_kind(step, metrics)
+    return metrics, None
+
+
+def _of_any_kind(step: int, metrics: Mapping[str, Any]) -> tuple[dict[str, float], OnGpu]:
+    values: dict[str, float] = {}
+    on_gpu: dict[str, torch.Tensor] = {}
+    for name, value in metrics.items():
+        check_metric(step, name, value)
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and value.is_cuda:
+            on_gpu[name] = value
+        elif (number := as_number(value)) is not None:
+            values[name] = number
+    return values, on_gpu or None
 
 
 @dataclass(slots=True)
@@ -74,28 +100,18 @@ class Progress:
         """That wait for a figure, or for one that does."""
         self._last: dict[str, float] = {}
         """The newest figures that are known."""
-        self._warned = False
 
-    def step(self, step: int, metrics: Mapping[str, Any], *, due: bool) -> dict[str, float | None]:
-        """A step is done. Returns its metrics for a save, where one is ``due``: only then are tensors on a GPU waited
-        for. Metrics that are no numbers are left out."""
-        values: dict[str, float] = {}
-        on_gpu: dict[str, torch.Tensor] = {}
-        for name, value in metrics.items():
-            if not due and type(value) in (torch.Tensor, torch.nn.Parameter) and value.is_cuda and value.numel() == 1:
-                on_gpu[name] = value
-            elif (number := as_number(value)) is not None:
-                values[name] = number
-        self.report(step, values, FromGpu(on_gpu) if on_gpu else None)
-        return metrics_for_record({name: values.get(name) for name in metrics}) if due else {}
-
-    def report(self, step: int, values: dict[str, float], late: Late | None = None) -> None:
-        """Beat, and log what is complete."""
+    def report(self, now_ns: int, step: int, values: dict[str, float], late: Late | None = None) -> None:
+        """Beat, and log what is complete. ``now_ns``: when the step was done, by ``CLOCK_MONOTONIC``."""
         if late is None:
             self._last = values
-        loss, norm = self._last.get("loss", math.nan), self._last.get("grad_norm", math.nan)
-        seconds = self._pulse.step(step, loss, norm)
-        self._rows.append(_Row(step, values, late, time.time(), seconds))
+        latest = self._last.get
+        unix_seconds = time.time()
+        seconds = self._pulse.step_at(now_ns, unix_seconds, step, latest("loss", _NAN), latest("grad_norm", _NAN))
+        if late is None and not self._rows:
+            self._pulse.log(step, values, unix_seconds, seconds)
+            return
+        self._rows.append(_Row(step, values, late, unix_seconds, seconds))
         while self._rows and (len(self._rows) > LATE_ROWS_MAX or _is_there(self._rows[0])):
             self._log_one()
 
@@ -104,14 +120,7 @@ class Progress:
         if row.late is not None:
             row.values.update(row.late.numbers())
             self._last = row.values
-        self._pulse.log(row.step, row.values, unix_seconds=row.unix_seconds, step_seconds=row.step_seconds)
-        if self._pulse.columns_refused and not self._warned:
-            self._warned = True
-            _log.warning(
-                "the training log has room for %d names of at most %d bytes; others are dropped",
-                LOG_COLUMNS_MAX,
-                LOG_NAME_BYTES_MAX,
-            )
+        self._pulse.log(row.step, row.values, row.unix_seconds, row.step_seconds)
 
     def close(self) -> None:
         """Log what is still waited for."""

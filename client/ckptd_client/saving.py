@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from ckptd.errors import DeadlineExceeded, SaveError, SaveSkipped, StateError, first_line
@@ -21,6 +22,23 @@ OnFull = Literal["wait", "skip", "fail"]
 OnError = Literal["log", "raise"]
 
 _log = logging.getLogger("ckptd")
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A save, and what its snapshot is taken with."""
+
+    save: Save
+    metrics: Mapping[str, float | None]
+    last: bool
+    """The training stops with it."""
+
+    def join(self, metrics: Mapping[str, float | None], *, last: bool, pin: bool = False, debug: bool = False) -> None:
+        """It is asked for again, before it was taken."""
+        self.metrics = metrics or self.metrics
+        self.last = self.last or last
+        self.save.pin = self.save.pin or pin
+        self.save.debug = self.save.debug and debug
 
 
 class Saving:
@@ -44,54 +62,62 @@ class Saving:
         self._link = link
         self._rank = rank
         self._on_full: OnFull = on_full
-        self._wait_seconds = max_wait if on_full == "wait" else 0.0
-        self._spacing = Spacing() if world > 1 and on_full != "wait" else None
+        self._max_wait_seconds = max_wait
+        self._spacing = Spacing() if world > 1 else None
         self._boundary_step: int | None = None
-        self._deferred: list[tuple[Save, Mapping[str, float | None]]] = []
+        self._deferred: _Asked | None = None
 
     @property
     def any_deferred(self) -> bool:
         """A save waits for the next boundary."""
-        return bool(self._deferred)
+        return self._deferred is not None
 
     def stepped(self, step: int) -> None:
         """A training step was reported. Where a boundary was crossed, what was put off to it is saved."""
         if self._snapshots.boundary.crossed():
             self._boundary_step = step
             self._snapshots.boundary_passed()
-            deferred, self._deferred = self._deferred, []
-            for save, metrics in deferred:
-                self._save_now(save, step, metrics)
+            deferred, self._deferred = self._deferred, None
+            if deferred is not None:
+                self._save_now(deferred, step)
 
     def request(
         self, step: int, reason: str, metrics: Mapping[str, float | None], *, last: bool = False, **kinds: bool
     ) -> Save:
-        """Save a step in the open life, now or at the next boundary. ``last``: the training stops here. ``kinds``: of
-        :class:`Save`. A save of the step that is known is returned instead."""
+        """Save a step in the open life, now or at the next boundary. ``last``: the training stops here, so there is
+        time to wait for a slot. ``kinds``: of :class:`Save`. A save of the step that is known is returned instead, and
+        so is one that waits for the same boundary, as both would be of the same state."""
         assert self.life is not None
         version = Version(step, self.life.generation)
         known = self._handles.get(version)
         if known is not None:
             return known
-        save = Save(version, reason, **kinds)
-        self._handles.add(save)
-        if self._spacing is not None and not self._spacing.tries(step) and not (last or any(kinds.values())):
-            self._give_up(save, self._full(f"the store is behind: one save of {self._spacing.stride} is tried"))
-            return save
-        if step == self._boundary_step or self._snapshots.boundary.crossed():
-            self._save_now(save, step, metrics)
+        asked, self._deferred = self._deferred, None
+        if asked is not None:
+            asked.join(metrics, last=last, **kinds)
         else:
-            save.defer()
-            self._deferred.append((save, metrics))
-        return save
+            asked = _Asked(Save(version, reason, **kinds), metrics, last)
+            self._handles.add(asked.save)
+            if not (last or any(kinds.values())) and (behind := self._left_out(step)):
+                # Of what was tried, each failure is told; what is not even tried is no news.
+                self._give_up(asked.save, self._full(behind), told=self._on_full == "fail")
+                return asked.save
+        if step == self._boundary_step or self._snapshots.boundary.crossed():
+            self._save_now(asked, step)
+        else:
+            asked.save.defer()
+            self._deferred = asked
+        return asked.save
 
-    def _save_now(self, save: Save, step: int, metrics: Mapping[str, float | None]) -> None:
+    def _save_now(self, asked: _Asked, step: int) -> None:
         assert self.life is not None
+        save = asked.save
         save.begin(step)
         self._handles.add(save)
+        wait_seconds = self._max_wait_seconds if self._on_full == "wait" or asked.last else 0.0
         try:
             with self._link.pulse.phase(Phase.SAVE):
-                self._snapshots.take(save, self.life, metrics, wait_seconds=self._wait_seconds)
+                self._snapshots.take(save, self.life, asked.metrics, wait_seconds=wait_seconds)
             self._tried(found_slot=True)
         except DeadlineExceeded as error:
             self._tried(found_slot=False)
@@ -100,6 +126,12 @@ class Saving:
             self._give_up(save, error)
             if not isinstance(error, Exception):  # Ctrl-C; any other failure of a save is no reason to end the training
                 raise
+
+    def _left_out(self, step: int) -> str | None:
+        """Why this is not one of the steps that all ranks try, if it is not."""
+        if self._spacing is None or self._spacing.tries(step, idle=self._snapshots.idle):
+            return None
+        return f"the store is behind: of {self._spacing.width} steps only the first save is tried"
 
     def _tried(self, *, found_slot: bool) -> None:
         if self._spacing is not None:
@@ -111,14 +143,16 @@ class Saving:
 
     def give_up_deferred(self) -> None:
         """At the end: no boundary comes any more."""
-        deferred, self._deferred = self._deferred, []
-        for save, _ in deferred:
-            self._give_up(save, SaveSkipped(f"no boundary came after step {save.step} was asked for"))
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            step = deferred.save.step
+            self._give_up(deferred.save, SaveSkipped(f"no boundary came after step {step} was asked for"))
 
-    def _give_up(self, save: Save, error: BaseException) -> None:
-        """The step is not saved by this rank; the others are told, and let go."""
+    def _give_up(self, save: Save, error: BaseException, *, told: bool = True) -> None:
+        """The step is not saved by this rank; the others are told, and let go. ``told``: by the log too."""
         save.fail(error if isinstance(error, StateError) else as_save_error(error))
-        self._handles.report(save)
+        if told:
+            self._handles.report(save)
         self._tell_skip(save.step, first_line(error))
 
     def _tell_skip(self, step: int, reason: str) -> None:

@@ -128,21 +128,20 @@ def check_values(state: object, keep: object, loss_rules: object) -> None:
         raise ConfigError(f"loss_rules={loss_rules!r} are no LossRules", hint="as in LossRules(spike_steps=5)")
 
 
-def check_metrics(step: int, metrics: Mapping[str, object]) -> None:
+def check_metric(step: int, name: str, value: object) -> None:
     """Raise :class:`UsageError` for what is no number, nor ``None``. Reads nothing from a device."""
-    for name, value in metrics.items():
-        if value is None or isinstance(value, int | float):
-            continue
-        if hasattr(value, "item"):
-            count = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", 1)
-            if count == 1:
-                continue
-            found = f"a {type(value).__name__} of {count} elements"
-        elif hasattr(value, "__float__"):
-            continue
-        else:
-            found = f"{value!r:.80}"
-        raise UsageError(f"step {step}: {name} is {found}", hint="metrics are numbers, or tensors of one element")
+    if value is None or isinstance(value, int | float):
+        return
+    if hasattr(value, "item"):
+        count = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", 1)
+        if count == 1:
+            return
+        found = f"a {type(value).__name__} of {count} elements"
+    elif hasattr(value, "__float__"):
+        return
+    else:
+        found = f"{value!r:.80}"
+    raise UsageError(f"step {step}: {name} is {found}", hint="metrics are numbers, or tensors of one element")
 
 
 def loader_of(verify_load: str | None) -> Loader | None:

@@ -59,7 +59,9 @@ class Snapshots:
         self._capture, self._plan = planned
         self._arena_settled = False
         self.fence = Fence(state.optimizers, stager.step_begins, stager.step_ends)
-        self.boundary = Boundary(lambda: self.fence.steps, state.scalers, watched=bool(state.optimizers()))
+        self._scalers = state.scalers()
+        """As of the last capture: a state may be too large to be searched for them at each step."""
+        self.boundary = Boundary(lambda: self.fence.steps, lambda: self._scalers, watched=bool(state.optimizers()))
 
     def take(self, save: Save, life: Life, metrics: Mapping[str, float | None], *, wait_seconds: float) -> None:
         """Copy the state into a slot; the copy of what has earned it goes on after the return, see :class:`Stager`.
@@ -82,6 +84,7 @@ class Snapshots:
 
     def _planned(self) -> tuple[Capture, Plan]:
         capture = self._state.capture()
+        self._scalers = self._state.scalers()
         if capture.structure is not self._capture.structure:
             self._plan = Plan.of(capture)
         self._capture = capture
@@ -108,6 +111,12 @@ class Snapshots:
         )
 
     # Memory
+
+    @property
+    def idle(self) -> bool:
+        """See :attr:`Ring.idle`; also where there is no ring yet."""
+        ring = self._supply.current()
+        return ring is None or ring.idle
 
     def _ring_for(self, plan: Plan, doc_bytes: int) -> Ring:
         ring = self._supply.renewed()

@@ -34,15 +34,15 @@ class Stopped(SystemExit):
         self.step = step
 
 
-class _Asked:
-    """Of this process. A plain attribute, as a signal handler must not wait for a lock."""
+class Asked:
+    """Whether a process was asked to stop. A plain attribute, as a signal handler must not wait for a lock."""
 
     by: str = ""
+    """The signal that it got."""
 
 
-def asked() -> bool:
-    """Whether this process got such a signal."""
-    return bool(_Asked.by)
+ASKED = Asked()
+"""This one."""
 
 
 def listen(names: Sequence[str] | None) -> None:
@@ -64,7 +64,7 @@ def listen(names: Sequence[str] | None) -> None:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    _Asked.by = signal.Signals(number).name
+    ASKED.by = signal.Signals(number).name
 
 
 def _end_with_launcher() -> None:

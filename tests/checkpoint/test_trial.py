@@ -78,9 +78,13 @@ async def test_the_end_is_judged(folder: Path, function: str, result: str, reaso
 
 
 async def test_what_takes_too_long_is_ended_with_all_that_it_started(folder: Path) -> None:
-    found = await tried(folder, "loaders:hangs", deadline_seconds=3.0)
-    assert (found.result, "within 3 s" in found.reason) == ("unknown", True)
-    pids = (folder / "pids").read_text().split()
+    noted = folder / "pids"
+    for seconds in (3.0, 12.0, 48.0):  # a busy machine takes longer to begin
+        found = await tried(folder, "loaders:hangs", deadline_seconds=seconds)
+        assert (found.result, f"within {seconds:g} s" in found.reason) == ("unknown", True)
+        if noted.exists():
+            break
+    pids = noted.read_text().split()
 
     def ended() -> bool:
         return not any(os.path.exists(f"/proc/{pid}/cmdline") and _is_alive(pid) for pid in pids)

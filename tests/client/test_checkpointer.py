@@ -239,3 +239,18 @@ def test_saves_fall_at_boundaries_of_accumulation(open_ckpt: Open, tmp_run: str)
     saved = Training(seed=5)
     assert open_ckpt(tmp_run, saved.state).restore().step == 4
     assert all(map(torch.equal, saved.parameters(), training.parameters()))
+
+
+def test_saves_that_wait_for_the_same_boundary_are_one(open_ckpt: Open, tmp_run: str) -> None:
+    """A training that leaves out optimizer steps goes on asking for saves."""
+    training = Training()
+    ckpt = open_ckpt(tmp_run, training.state)
+    training.step()
+    ckpt.step(1)
+    first, second = ckpt.save(2), ckpt.save(3, pin=True)
+    assert (first.state, second.state) == ("deferred", "deferred")
+    training.step()
+    ckpt.step(4)
+    ckpt.close(timeout=30)
+    assert (first.step, first.state, second.step, second.state) == (4, "committed", 4, "committed")
+    assert first.pin, "as one of both was to be kept"

@@ -18,7 +18,7 @@ from ckptd_client.capture import State
 from ckptd_client.capture.selection import Selection
 from ckptd_client.meeting import OwnStore, TorchStore
 from ckptd_client.settings import (
-    check_metrics,
+    check_metric,
     check_step,
     declared,
     loader_of,
@@ -70,14 +70,15 @@ def test_what_is_right_passes() -> None:
     assert loader_of("xml.dom.minidom:parse") is not None
     assert declared(True) is True
     assert to_be_finite(False) is False
-    check_metrics(1, {"a": 1, "b": None, "c": torch.zeros(1, 1), "d": np.float32(3), "e": np.ones(1), "f": True})
+    for fine in (1, None, torch.zeros(1, 1), np.float32(3), np.ones(1), True):
+        check_metric(1, "a", fine)
     check_step(3, 3)
 
 
 @pytest.mark.parametrize("value", ["abc", "1.5", [1.0], torch.zeros(2), np.ones(3), {}])
 def test_a_metric_is_a_number(value: object) -> None:
     with pytest.raises(UsageError, match=r"step 7: loss is .*metrics are numbers"):
-        check_metrics(7, {"loss": value})
+        check_metric(7, "loss", value)
 
 
 def test_steps_do_not_go_backwards() -> None:

@@ -260,6 +260,22 @@ def test_a_skipped_scaler_step_is_a_boundary(open_ckpt: Open, tmp_run: str) -> N
     assert [save.step for save in saved if save is not None and save.state == "committed"] == [1, 2, 3]
 
 
+def test_an_optimizer_that_takes_the_place_of_another_is_held_and_counts(open_ckpt: Open, tmp_run: str) -> None:
+    training = Training()
+    state = training.state
+    ckpt = open_ckpt(tmp_run, state, every_steps=1)
+    training.step()
+    first = ckpt.step(1)
+    training.optimizer = state["optimizer"] = torch.optim.AdamW(training.model.parameters(), lr=0.02)
+    training.step()
+    second = ckpt.step(2)
+    assert first is not None
+    assert second is not None
+    assert second.state != "deferred"
+    ckpt.close()
+    assert [save.state for save in (first, second)] == ["committed"] * 2
+
+
 def test_r141_memory_stays_flat_over_many_saves(open_ckpt: Open, tmp_run: str) -> None:
     import psutil
 

@@ -26,7 +26,7 @@ from ckptd.pulse.rows import MappedRows
 from ckptd.storage import open_backend
 from ckptd.wire.messages import GetStatus, Status
 from ckptd_client import Checkpointer, LossRules
-from ckptd_client.progress import FromGpu, Progress
+from ckptd_client.progress import FromGpu, Progress, figures
 from devtools.processes import wait_until
 from devtools.seaweedfs import S3Endpoint
 from tests.client.conftest import Daemon, Training, committed
@@ -82,6 +82,27 @@ def test_every_step_of_a_killed_training_is_there_and_what_was_gone_back_over_is
     assert [(row.generation, row.step) for row in found if row.rolled_back] == [(1, 11), (1, 12), (1, 13)]
     kept = [row.values["loss"] for row in found if not row.rolled_back]
     assert kept[:12] == [losses[step] for step in range(1, 13)]  # the second life has done the very same
+
+
+def test_a_training_that_dies_before_its_first_save_has_a_log_without_a_restore_too(
+    own_daemon: Start, open_ckpt: Open, tmp_run: str
+) -> None:
+    daemon = own_daemon()
+    with TrainingProcess(daemon.socket, tmp_run, steps=100, every_steps=50, die_at=7, restore=False) as first:
+        assert first.end() == -signal.SIGKILL
+    found = wait_for_rows(tmp_run, 7)
+    assert [(row.generation, row.step, row.rolled_back) for row in found] == [(1, step, False) for step in range(1, 8)]
+    with TrainingProcess(daemon.socket, tmp_run, steps=3, every_steps=2, restore=False) as second:
+        second.until("end")
+    found = wait_for_rows(tmp_run, 7 + 3)
+    assert [(row.generation, row.rolled_back) for row in found] == [(1, True)] * 7 + [(2, False)] * 3
+    third = open_ckpt(tmp_run, Training().state, socket=daemon.socket)
+    with pytest.raises(UsageError, match=r"already holds checkpoints.*restore\(step=0\)"):
+        third.step(1, loss=1.0)
+    assert third.restore(step=0).generation == 3
+    third.step(1, loss=1.0)
+    with pytest.raises(UsageError, match="before the first step or save"):
+        third.restore()
 
 
 def test_what_was_stored_survives_trainer_and_daemon(own_daemon: Start, s3_server: S3Endpoint) -> None:
@@ -256,14 +277,14 @@ def test_rows_wait_for_figures_from_a_device_in_order_and_not_for_ever() -> None
     rows = MappedRows(dict(pulse.parts())["rows"], writable=False)
     progress = Progress(pulse)
     late = [Arriving({"loss": float(step)}) for step in range(1, LATE_ROWS_MAX + 2)]
-    progress.report(1, {"tokens": 5.0}, late[0])
-    progress.report(2, {"loss": 2.0})
+    progress.report(1, 1, {"tokens": 5.0}, late[0])
+    progress.report(2, 2, {"loss": 2.0})
     assert rows.since(0) == []
     late[0].there = True
-    progress.report(3, {}, late[2])
+    progress.report(3, 3, {}, late[2])
     assert [(row.step, row.values) for row in rows.since(0)] == [(1, {"tokens": 5.0, "loss": 1.0}), (2, {"loss": 2.0})]
     for step in range(4, LATE_ROWS_MAX + 4):
-        progress.report(step, {}, late[min(step, LATE_ROWS_MAX)])
+        progress.report(step, step, {}, late[min(step, LATE_ROWS_MAX)])
     assert [row.step for row in rows.since(0)] == [1, 2, 3]
     assert late[2].waited == 1  # the one that had waited longest
     progress.close()
@@ -282,12 +303,13 @@ def test_a_loss_on_a_gpu_is_logged_and_nothing_waits_for_it() -> None:
     for step in range(1, 4):
         for _ in range(20):
             large = large @ large / 8192.0
-        progress.step(step, {"loss": large[0, 0] * step}, due=False)
+        values, on_gpu = figures(step, {"loss": large[0, 0] * step})
+        assert (values, list(on_gpu or ())) == ({}, ["loss"])
+        progress.report(step, step, values, FromGpu(on_gpu or {}))
     assert not torch.cuda.current_stream().query()  # still at it
     assert len(rows.since(0)) < 3
     progress.close()
     assert [row.values for row in rows.since(0)] == [{"loss": float(step)} for step in (1, 2, 3)]
-    assert progress.step(4, {"loss": large[0, 0] * 4}, due=True) == {"loss": 4.0}
     assert FromGpu({"x": large[0, 0]}).numbers() == {"x": 1.0}
     rows.close()
     pulse.close()

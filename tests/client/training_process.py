@@ -36,9 +36,14 @@ def main() -> None:
         socket=options["socket"],
         **options.get("options", {}),
     )
-    start = ckpt.restore()
-    tell("restored", step=start.step, source=start.source, generation=start.generation, notices=start.report.notices)
-    for step in range(start.step + 1, options["steps"] + 1):
+    first = 1
+    if options.get("restore", True):
+        start = ckpt.restore()
+        first = start.step + 1
+        tell(
+            "restored", step=start.step, source=start.source, generation=start.generation, notices=start.report.notices
+        )
+    for step in range(first, options["steps"] + 1):
         loss = training.step()
         bad = step >= options.get("bad_from", math.inf)
         save = ckpt.step(step, loss=math.nan if bad else loss)

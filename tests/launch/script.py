@@ -16,8 +16,8 @@ URL, FOLDER, SCENARIO = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 TIMES = int(sys.argv[4]) if len(sys.argv) > 4 else 0
 """So many lives end badly."""
 RANK = int(os.environ["RANK"])
-LAST = 60 if SCENARIO == "hang" else 15
-TOGETHER = SCENARIO in ("stop", "hang", "fails")
+LAST = {"hang": 60, "host": 100_000, "long": 100_000, "nan": 30}.get(SCENARIO, 15)
+TOGETHER = SCENARIO in ("stop", "hang", "fails", "host", "long", "nan")
 """With a collective in each step."""
 
 
@@ -67,11 +67,13 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
     every = {"stop": None, "fails": 2}.get(SCENARIO, 5)
-    with Checkpointer(URL, state, every_steps=every, start_daemon=False) as ckpt:
+    bad: Any = {"on_bad_loss": "go_back"} if SCENARIO == "nan" else {}
+    with Checkpointer(URL, state, every_steps=every, start_daemon=False, **bad) as ckpt:
         start = ckpt.restore(0 if SCENARIO == "orphan" else "latest")  # 0: from nothing, as the user once began
         tell(restored=start.step, source=start.source, pid=os.getpid())
         step = start.step
-        while step < LAST or SCENARIO == "stop":
+        is_bad = SCENARIO == "nan" and lives_so_far() == 1
+        while step < LAST or SCENARIO == "stop" or is_bad:
             step += 1
             loss = model(torch.ones(1, 4)).square().mean()
             optimizer.zero_grad()
@@ -87,6 +89,11 @@ def main() -> None:
             if SCENARIO == "bad" and step == 9 and first_time():
                 with torch.no_grad():
                     model.weight.fill_(torch.nan)
+            if is_bad and step >= 13:
+                loss = loss * torch.nan
+            if SCENARIO == "host" and RANK == 0 and step == 20 and first_time():
+                os.kill(os.getppid(), signal.SIGKILL)  # the launcher, and this one with it; others save this step
+                time.sleep(300)
             tell(step=step)
             ckpt.step(step, loss=loss)
             if SCENARIO == "bad" and step == 13 and not loss.isfinite():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import os
 import signal
 
@@ -10,6 +12,7 @@ import psutil
 import pytest
 
 from ckptd.checkpoint.run import Run
+from ckptd.checkpoint.training_log import LoggedStep, read_log
 from ckptd.errors import NeverStarted, TrainingStopped
 from ckptd.format.keys import Version
 from ckptd.storage import open_backend
@@ -25,6 +28,14 @@ def marks(url: str, version: Version) -> list[str]:
             return [mark.mark for mark in await (await Run.open(backend)).marks(version)]
         finally:
             await backend.aclose()
+
+    return asyncio.run(read())
+
+
+def logged(url: str) -> list[LoggedStep]:
+    async def read() -> list[LoggedStep]:
+        async with contextlib.aclosing(open_backend(url, {})) as backend:
+            return list(await read_log(await Run.open(backend)))
 
     return asyncio.run(read())
 
@@ -56,6 +67,29 @@ def test_r156_a_checkpoint_from_which_it_fails_again_and_again_is_doubted(launch
     assert [event["last_step"] for event in launcher.events("failed")] == [13, 13]
     assert {"suspect", "unhealthy"} <= set(marks(launcher.url, Version(10, 1)))
     assert not {"suspect", "unhealthy"} & set(marks(launcher.url, Version(5, 1)))
+
+
+def test_a_loss_that_is_nan_is_gone_back_over_by_all_ranks(launcher: Launcher) -> None:
+    launcher.start("nan", "--nproc-per-node", "2")
+    assert launcher.wait() == 0, launcher.output
+    for rank in (0, 1):
+        assert [line["restored"] for line in launcher.told(rank) if "restored" in line] == [0, 10]
+        assert launcher.told(rank)[-1] == {"step": 30}
+    assert 30 in committed(launcher.url)  # the first life may have come further before it was ended
+    assert [event["text"] for event in launcher.events("alert")] == [
+        "the daemon tells: rank 0: at step 13 loss is nan",
+        "the daemon tells: rank 0: pinned step 10-g1, the last good one from before step 13",
+        "the daemon tells: rank 0: ended, to go back to step 10-g1",
+    ]
+    assert set(marks(launcher.url, Version(10, 1))) - {"verified"} == {"pinned"}
+    rows = logged(launcher.url)
+    first = [row for row in rows if row.generation == 1]
+    assert [row.step for row in first if not row.rolled_back] == list(range(1, 11))
+    assert [row.step for row in first if row.rolled_back] == list(range(11, first[-1].step + 1))
+    assert math.isnan(first[12].values["loss"])
+    second = [row for row in rows if row.generation == 2]
+    assert [row.step for row in second] == list(range(11, 31))
+    assert not any(row.rolled_back or math.isnan(row.values["loss"]) for row in second)
 
 
 def test_r157_what_never_did_a_step_is_not_restarted(launcher: Launcher) -> None:

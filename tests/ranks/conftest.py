@@ -170,8 +170,9 @@ def others(private_folders: Path) -> Iterator[Ranks]:
 
 
 @pytest.fixture
-def ranks(workers: list[Rank], own_daemon: Callable[..., Daemon]) -> Iterator[Ranks]:
-    """A world for one test. It leaves before the test's own daemons do: a rank waits for a daemon that is gone."""
+def ranks(workers: list[Rank], own_daemon: Callable[..., Daemon], tmp_path: Path) -> Iterator[Ranks]:
+    """A world for one test. It leaves before the test's own daemons and folder do: a rank waits for a daemon that is
+    gone, and for a store to which it cannot give its claim back."""
     found = Ranks(workers)
     yield found
     for worker in workers:

@@ -5,6 +5,8 @@ Each line on standard input is a JSON object with a ``do``; each is answered by 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import sys
@@ -19,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ckptd.errors import SaveError
 from ckptd.storage import Backend
-from ckptd_client import Checkpointer, Keep, Save, supply
+from ckptd_client import Checkpointer, Keep, Save, Stopped, stopping, supply
 from ckptd_client.restored import Restored
 from tests.client.conftest import Training
 from tests.ranks import clock
@@ -258,12 +261,36 @@ class Worker:
             self.saves[step] = save
         return {"saved": save is not None, "weights": self.weights()}
 
-    def save(self, step: int) -> dict[str, Any]:
+    def train_on(self, first: int, last: int) -> dict[str, Any]:
+        """Steps one after the other, and how many of their saves were let go."""
+        for step in range(first, last + 1):
+            self.train(step)
+        return {"let_go": sum(self.saves[step].state == "failed" for step in range(first, last + 1))}
+
+    def train_to_the_stop(self, first: int, pause_seconds: float) -> dict[str, Any]:
+        """Training steps until this rank is stopped, and where that was. Afterwards it is as if nobody had asked."""
+        try:
+            for step in itertools.count(first):
+                self.train(step)
+                time.sleep(pause_seconds)
+        except Stopped as stopped:
+            stopping.ASKED.by = ""
+            assert self.ckpt is not None
+            self.saves[stopped.step] = self.ckpt.save(stopped.step)  # the handle of the one that was taken there
+            return {"step": stopped.step}
+        raise AssertionError
+
+    def save(self, step: int, **kinds: bool) -> dict[str, Any]:
         """A training step, and a save of it."""
         assert self.ckpt is not None
         self.training.step()
-        self.saves[step] = self.ckpt.save(step)
+        self.saves[step] = self.ckpt.save(step, **kinds)
         return {"weights": self.weights()}
+
+    def fate(self, step: int) -> dict[str, Any]:
+        """What has become of a save until now."""
+        error = self.saves[step].error
+        return {"state": self.saves[step].state, "kind": type(error).__name__, "message": str(error)}
 
     def save_as_it_is(self, step: int) -> dict[str, Any]:
         """A save without a training step, and its end."""
@@ -322,6 +349,12 @@ class Worker:
         if self.ckpt is not None:
             ckpt, self.ckpt = self.ckpt, None
             ckpt.close(60)
+        return {}
+
+    def close_anyway(self) -> dict[str, Any]:
+        """Also where the last save was let go."""
+        with contextlib.suppress(SaveError):
+            self.close()
         return {}
 
 

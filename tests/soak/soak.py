@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckptd.limits import MIB, SLOT_SLACK_BYTES_MIN, SLOT_SLACK_FRACTION
+from ckptd.pulse.page import STATUS_BYTES
+from ckptd.pulse.rows import ROWS_BYTES
 from devtools.processes import wait_until
 from devtools.seaweedfs import S3Endpoint
 from tests.chaos.children import Child, Event, Nursery, listen
@@ -112,6 +114,8 @@ class Soak:
         self.clients = Course()
         self.uploads: list[int] = []
         self.temporaries: list[int] = []
+        self.commits: list[dict[str, int]] = []
+        """Of each run, all ranks together, at each look."""
         self._children: list[Child] = []
         self._trainers: dict[str, list[Child]] = defaultdict(list)
 
@@ -196,11 +200,15 @@ class Soak:
             report(f"{time.monotonic() - began:.0f} s: {self.in_words()}")
 
     def _look(self) -> None:
+        if ended := [child for child in self._children if not child.alive]:
+            kinds = ", ".join(f"{child.config['kind']} {child.pid}" for child in ended)
+            raise Broken(f"ended before its time: {kinds}; where all have, whoever had forked them was killed")
         self.daemon.holdings.append(holding_of(self._children[0].pid))
         self.clients.holdings.append(together(holding_of(child.pid) for child in self._children[1:]))
         left = {plan: len(self.stores[plan.name].left_over()) for plan in PLANS}
         self.uploads.append(sum(count for plan, count in left.items() if plan.s3))
         self.temporaries.append(sum(count for plan, count in left.items() if not plan.s3))
+        self.commits.append({name: outcome.saves["committed"] for name, outcome in self.outcomes.items()})
 
     def end(self) -> None:
         """All runs end at a step of their own, and nothing is left over."""
@@ -226,13 +234,18 @@ class Soak:
             for plan in PLANS
         )
 
+    @property
+    def pages_bytes(self) -> int:
+        """What the rings take once they are full: each rank's status page, and the rows of the first rank of a run."""
+        return self.ranks * STATUS_BYTES + len(PLANS) * ROWS_BYTES
+
     def summary(self) -> Iterator[str]:
         """Lines of figures over the whole time."""
         for name, course in (("daemon", self.daemon), ("clients", self.clients)):
             before, after = course.before_and_after()
             for when, held in (("second quarter", before), ("last quarter", after), ("at most", course.peak())):
                 yield f"{name}, {when}: {held}"
-        yield f"arenas, as stated: {self.arenas_bytes / MIB:.1f} MiB"
+        yield f"arenas, as stated: {self.arenas_bytes / MIB:.1f} MiB; pages and rows: {self.pages_bytes / MIB:.1f} MiB"
         yield f"at most {max(self.uploads)} uploads and {max(self.temporaries)} temporary files at once"
         for name, outcome in self.outcomes.items():
             yield f"{name}: {dict(outcome.saves)}, {outcome.waited} waited, {outcome.refused} found no free slot"

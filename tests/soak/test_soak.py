@@ -21,6 +21,6 @@ def test_r141_what_a_node_holds_stays_flat(private_folders: Path, s3_server: S3E
     folder = private_folders / uuid.uuid4().hex[:8]
     with Nursery() as nursery, Soak(nursery, folder, s3_server, ranks=20, **SLOW) as soak:
         soak.begin()
-        soak.go_on(7, every_seconds=0.5)
+        soak.go_on(20, every_seconds=0.5)
         soak.end()
     assert problems_of(soak) == []

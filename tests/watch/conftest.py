@@ -16,7 +16,10 @@ from ckptd.wire.messages import GetStatus, Status
 from devtools.processes import wait_until
 from tests.daemon.trainer import DEADLINE_SECONDS, DaemonProcess, daemon_at
 
-QUICK = ("--hang-floor", "0.5", "--hang-first", "30", "--hang-save", "4")
+FLOOR_SECONDS = 1.0
+"""No step of a busy machine takes so long."""
+FIRST_SECONDS = 30.0
+QUICK = ("--hang-floor", str(FLOOR_SECONDS), "--hang-first", str(FIRST_SECONDS), "--hang-save", "4")
 LOOK_SECONDS = 0.1
 
 
@@ -33,6 +36,10 @@ class Watching:
 
     def watch(self) -> dict[str, Any]:
         return self.status()["watch"]
+
+    def steps(self) -> list[int]:
+        """How far each trainer is that is watched."""
+        return [session["beat"]["step"] for session in self.status()["sessions"]["listed"] if session["beat"]]
 
     def alerts(self, kind: str) -> list[dict[str, Any]]:
         return [alert for alert in self.watch()["alerts"] if alert["kind"] == kind]

@@ -94,14 +94,14 @@ def deadlocked_in_the_child(lock: threading.Lock) -> None:
 WAYS = {way.__name__: way for way in (hold_the_gil, spin_in_python, receive_for_ever, wait_for_a_child)}
 
 
-def _save_for_long(session: Trainer, pulse: Pulse) -> None:
+def _save_for_long(session: Trainer, pulse: Pulse, seconds: float) -> None:
     """A copy that takes longer than any step, and is never sealed."""
     with pulse.phase(Phase.SAVE):
         session.make_arena()
         content = session.member.content(40)
         session.copy(session.begin(content), content, 0, 1000)
-        time.sleep(1.5)
-        print("three times the limit of a step", flush=True)
+        time.sleep(seconds)
+        print("in a save for long", flush=True)
         signal.pause()
 
 
@@ -135,10 +135,10 @@ def _main(config: Mapping[str, Any]) -> None:
             pulse.step(step, loss=1 / step, grad_norm=0.5)
             if step in config.get("evals", ()):
                 with pulse.phase(Phase.EVAL):
-                    time.sleep(1.0)
+                    time.sleep(config["eval_seconds"])
         print("hanging", flush=True)
         if config["how"] == "save_for_long":
-            _save_for_long(session, pulse)
+            _save_for_long(session, pulse, config["save_seconds"])
         elif config["how"]:
             WAYS[config["how"]]()
         signal.pause()

@@ -14,24 +14,29 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import uuid
 from collections.abc import Generator
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from ckptd_client.agreement import Agreement
 from ckptd_client.launch.council import LOOK_SECONDS, Council
 from ckptd_client.launch.policy import History
+from ckptd_client.launch.rendezvous import Lasting
 from ckptd_client.launch.supervisor import Supervisor
 from ckptd_client.meeting import TorchStore
 from ckptd_client.topology import LAUNCH_VARIABLE
 
 RESTARTS_UNLIMITED = 1_000_000
 """As torch counts them; our own policy ends them."""
+NO_ID = "none"
+"""What torch calls a rendezvous without a name."""
 
 
 class Agent(LocalElasticAgent):
@@ -42,12 +47,14 @@ class Agent(LocalElasticAgent):
     """What the launches of all starts are called, before the number of the start."""
     next_number: int = 0
     """Of a start, by what this node has seen."""
-    met: int = 0
-    """So often has this node found others."""
     workers_store: TCPStore | None = None
     launch: str
     council: Council
     history: History
+
+    def __init__(self, spec: WorkerSpec, *args: Any, **kwargs: Any) -> None:
+        spec.rdzv_handler = cast(RendezvousHandler, Lasting(spec.rdzv_handler))
+        super().__init__(spec, *args, **kwargs)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         # Else torch tells only those who ask for the first time, and others never hear of another first node.
@@ -60,7 +67,12 @@ class Agent(LocalElasticAgent):
     def _agree(self, group: WorkerGroup) -> None:
         """On what all nodes of this start have in common. The one that has seen most knows best."""
         store, agreement = self._of_this_start(group)
-        mine = {"number": self.next_number, "history": msgspec.to_builtins(self.supervisor.history)}
+        run_id = group.spec.rdzv_handler.get_run_id()
+        mine = {
+            "family": self.family or (uuid.uuid4().hex if run_id == NO_ID else run_id),
+            "number": self.next_number,
+            "history": msgspec.to_builtins(self.supervisor.history),
+        }
 
         def decide(all_of_them: list[dict[str, Any]]) -> dict[str, Any]:
             best = max(all_of_them, key=lambda one: one["number"])
@@ -73,15 +85,18 @@ class Agent(LocalElasticAgent):
         self.next_number = number + 1
         self.council = Council(PrefixStore("council", store), group.group_rank or 0, group.group_world_size or 1)
         self.history = msgspec.convert(told["history"], History)
-        self.launch = f"{self.family or spec.rdzv_handler.get_run_id()}#{number}"
+        self.family = told["family"]
+        self.launch = f"{self.family}#{number}"
 
     def _of_this_start(self, group: WorkerGroup) -> tuple[Store, Agreement]:
-        """A store that no other start has. A static rendezvous has the same one for all, and always the same nodes."""
-        static = group.spec.rdzv_handler.get_backend() == "static"
+        """A store that no other start has. A static rendezvous has the same one for all, and always the same nodes:
+        each counts there how often it has come, also as another process."""
         assert group.store is not None
-        store = PrefixStore(f"ckptd/{self.met if static else 0}", group.store)
-        self.met += 1
-        return store, Agreement(TorchStore(store, "agreement/"), group.group_rank or 0, group.group_world_size or 1)
+        node, start = group.group_rank or 0, 0
+        if group.spec.rdzv_handler.get_backend() == "static":
+            start = group.store.add(f"ckptd/came/{node}", 1)
+        store = PrefixStore(f"ckptd/{start}", group.store)
+        return store, Agreement(TorchStore(store, "agreement/"), node, group.group_world_size or 1)
 
     def _meeting_place(self, group: WorkerGroup, number: int) -> dict[str, Any]:
         """On the first node: where the workers of this start meet. torch keeps one store for all starts, in which they

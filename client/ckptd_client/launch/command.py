@@ -13,9 +13,9 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from ckptd.errors import CkptdError, ConfigError
+from ckptd.errors import CkptdError, ConfigError, DeadlineExceeded
 from ckptd.wire.channel import SOCKET_VARIABLE, default_socket
-from ckptd_client.launch.agent import RESTARTS_UNLIMITED, as_agent_of_torchrun
+from ckptd_client.launch.agent import NO_ID, RESTARTS_UNLIMITED, as_agent_of_torchrun
 from ckptd_client.launch.journal import Journal
 from ckptd_client.launch.lookout import Lookout
 from ckptd_client.launch.policy import RestartRules
@@ -32,7 +32,8 @@ def run(argv: Sequence[str]) -> None:
     """Run a training until it is done. Returns then.
 
     Raises :class:`ckptd.errors.TrainingStopped`, :class:`ckptd.errors.CrashLoop`, :class:`ckptd.errors.NeverStarted`,
-    :class:`ckptd.errors.RestartsUsedUp`; :class:`ConfigError`; :class:`ckptd.errors.DaemonError`.
+    :class:`ckptd.errors.RestartsUsedUp`, :class:`ckptd.errors.RendezvousLost`; :class:`ConfigError`;
+    :class:`ckptd.errors.DaemonError`.
     """
     args = _parsed(argv)
     rules = _rules(args)
@@ -50,7 +51,7 @@ def run(argv: Sequence[str]) -> None:
             torchrun.run(args)  # type: ignore[no-untyped-call]  # pyright: ignore[reportUnknownMemberType]
     except ChildFailedError as error:
         raise supervisor.outcome or CkptdError(f"the training failed: {error}") from None
-    except (RendezvousError, DistError) as error:
+    except (RendezvousError, DistError, DeadlineExceeded) as error:
         supervisor.clear()
         raise supervisor.left_alone(error) from error
     finally:
@@ -136,7 +137,8 @@ def _prepare(args: argparse.Namespace) -> None:
     _, most = torchrun.parse_min_max_nnodes(args.nnodes)
     if most == 1 and args.rdzv_backend == "static" and args.master_port is None:
         args.standalone = args.standalone or not args.rdzv_endpoint  # a port of its own, and an id
-    if args.rdzv_id == "none" and not args.standalone and LAUNCH_VARIABLE not in os.environ:
+    named = args.rdzv_id != NO_ID or LAUNCH_VARIABLE in os.environ
+    if not named and not args.standalone and args.rdzv_backend != "static":  # there the nodes agree on one
         raise ConfigError(
             "several nodes need a name for their launch", hint="--rdzv-id, the same on all, such as the job's"
         )

@@ -53,13 +53,25 @@ class Lookout:
             log.warning("the daemon cannot be asked: %s", error)
             return None
 
+    def alerts(self, launch: str) -> list[str]:
+        """What the daemon has told people of a launch lately; nothing where it cannot be asked."""
+        with contextlib.suppress(CkptdError):
+            watch = call(self.socket, GetStatus(), Status, seconds=ANSWER_SECONDS).status["watch"]
+            return [str(alert["message"]) for alert in watch["alerts"] if alert["launch"] == launch]
+        return []
+
     def doubt(self, launch: str, reason: str) -> str:
         """Mark suspect what a launch had restored. Its name; empty where it had restored nothing. Raises
         :class:`CkptdError`."""
         return call(self.socket, Doubt(launch=launch, reason=reason), Doubted, seconds=MARK_SECONDS).version
 
-    def settle(self, deadline_seconds: float) -> bool:
-        """Wait until no save is under way. Whether that came."""
+    def settle(self, deadline_seconds: float) -> tuple[bool, str]:
+        """Wait until no save is under way. Whether that came, and what it means, in words."""
+        if self._settles(deadline_seconds):
+            return True, "all that was sealed is committed"
+        return False, "the daemon still writes what was sealed: let it live"
+
+    def _settles(self, deadline_seconds: float) -> bool:
         until = time.monotonic() + deadline_seconds
         while True:
             with contextlib.suppress(CkptdError):

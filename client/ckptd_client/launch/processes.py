@@ -7,7 +7,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import psutil
 
@@ -45,6 +45,11 @@ def in_words(code: int) -> str:
     with contextlib.suppress(ValueError):
         return f"was killed by {signal.Signals(-code).name}"
     return f"was killed by signal {-code}"
+
+
+def all_in_words(ended: Sequence[tuple[int, int | None]]) -> str:
+    """How workers ended that did not end well; by local rank, the first few."""
+    return "; ".join([f"local rank {rank} {in_words(code)}" for rank, code in ended if code][:4])
 
 
 def children() -> frozenset[psutil.Process]:

@@ -11,6 +11,8 @@ from collections.abc import Generator, Sequence
 from types import FrameType
 from typing import Literal
 
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
+
 from ckptd.errors import CkptdError, TrainingStopped
 from ckptd.wire.messages import TrainerLife
 from ckptd_client.launch.council import Council, Report
@@ -19,8 +21,9 @@ from ckptd_client.launch.judge import Judge
 from ckptd_client.launch.judge import in_words as told
 from ckptd_client.launch.lookout import Lookout
 from ckptd_client.launch.policy import History, RestartRules
-from ckptd_client.launch.processes import children, end_all, exit_of, in_words
+from ckptd_client.launch.processes import all_in_words, children, end_all, exit_of
 from ckptd_client.launch.recovery import died_ns, recovered
+from ckptd_client.launch.rendezvous import unmet
 
 ASK_SECONDS = 0.2
 """How often the daemon is asked for the first step of a start, and the other nodes for news."""
@@ -126,7 +129,7 @@ class Supervisor:
         bad = [(rank, code) for rank, code in ended if code != 0]
         if bad or self._elsewhere:
             if not self._elsewhere:
-                self._council.tell("failed", _in_words(bad))
+                self._council.tell("failed", all_in_words(bad))
             self._end(bad)
             return "over"
         self._tell_first_step(at_once=len(ended) == len(codes))
@@ -150,7 +153,7 @@ class Supervisor:
     def _end(self, ended: Sequence[tuple[int, int | None]]) -> None:
         if self._what is None:
             self._noticed_ns = time.monotonic_ns()
-            self._what = _in_words(ended)
+            self._what = all_in_words(ended)
         end_all(self._pids, self._others)
 
     def clear(self) -> None:
@@ -181,10 +184,12 @@ class Supervisor:
         self._tell_and_hear(at_once=True)
         if self._stop_for == "good":
             return self._stopped()
-        return CkptdError(
-            f"no start with the other nodes came about: {error}",
-            hint="the launch has ended on another node, whose launcher says why, or the rendezvous' host is gone",
-        )
+        if not self._launch or isinstance(error, RendezvousClosedError):
+            return unmet(error)
+        self._stop_by("good")
+        safe, saved = self._settle()
+        self._journal.tell("lost", f"no further start with the other nodes is possible; {saved}", safe=safe)
+        return unmet(error, saved)
 
     # What comes next
 
@@ -198,6 +203,8 @@ class Supervisor:
         self._tell_first_step(at_once=True)
         report = self._report()
         self._journal.tell("failed", self._elsewhere or told(report), launch=self._launch, last_step=report.last_step)
+        for message in self._lookout.alerts(self._launch):  # it may be the daemon that has ended the workers
+            self._journal.tell("alert", f"the daemon tells: {message}", launch=self._launch)
         ruling = self._council.settle(report, lambda all_: self._judge.rule(self._launch, all_, self._council.nodes))
         self._judge.history = ruling.history
         self.outcome = ruling.outcome
@@ -258,9 +265,8 @@ class Supervisor:
         if self._stop_for != "good":
             self._untold = name
             self._stop_by("good")
-            self._journal.tell(
-                "stopping", f"{name}: workers have {self._stop_seconds:g} s for a last save", signal=name
-            )
+            words = f"{name}: workers have {self._stop_seconds:g} s for a last save"
+            self._journal.tell("stopping", words, signal=name)
             self._pass_on()
         elif number == signal.SIGINT:  # pressed twice
             self._stop_at = time.monotonic()
@@ -283,15 +289,12 @@ class Supervisor:
 
     def _stopped(self) -> TrainingStopped:
         self._tell_and_hear()
-        left = max((self._stop_at or 0.0) - time.monotonic(), 0.0)
-        safe = not self._launch or self._lookout.settle(left)
-        saved = "all that was sealed is committed" if safe else "the daemon still writes what was sealed: let it live"
-        self._journal.tell("stopped", f"{self._how_it_ended()}; {saved}", safe=safe)
+        safe, saved = self._settle()
+        how = "before a start" if self._what is None else self._what or "workers did not stop in time"
+        self._journal.tell("stopped", f"{how}; {saved}", safe=safe)
         return TrainingStopped(f"stopped as asked; {saved}", hint="start it again, and it goes on")
 
-    def _how_it_ended(self) -> str:
-        return "before a start" if self._what is None else self._what or "workers did not stop in time"
-
-
-def _in_words(ended: Sequence[tuple[int, int | None]]) -> str:
-    return "; ".join([f"local rank {rank} {in_words(code)}" for rank, code in ended if code][:4])
+    def _settle(self) -> tuple[bool, str]:
+        """Whether what was sealed is committed, within the time for a stop; and that in words."""
+        left = max((self._stop_at or 0.0) - time.monotonic(), 0.0)
+        return self._lookout.settle(left) if self._launch else (True, "nothing was sealed")

@@ -24,6 +24,7 @@ class Fence:
         self.steps = 0
         """Hooked steps that have ended."""
         self._optimizers = optimizers
+        self._known = optimizers()
         self._before = before
         self._after = after
         self._handles = [
@@ -32,13 +33,19 @@ class Fence:
         ]
 
     def _on_before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if any(optimizer is ours for ours in self._optimizers()):
+        if self._is_ours(optimizer):
             self._before()
 
     def _on_after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if any(optimizer is ours for ours in self._optimizers()):
+        if self._is_ours(optimizer):
             self.steps += 1
             self._after()
+
+    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        """The state is searched for one that has not been seen in it. One that was is held, too, when it has left."""
+        if optimizer not in self._known:
+            self._known = self._optimizers()
+        return optimizer in self._known
 
     def close(self) -> None:
         """Take the hooks away. Idempotent."""
@@ -62,8 +69,10 @@ class Boundary:
 
     def crossed(self) -> bool:
         """Whether a step has ended since the previous call. The first call is a boundary."""
-        now = (self._steps(), *(_scale_version(scaler) for scaler in self._scalers()))
-        moved = not self._watched or self._last is None or now != self._last
+        if not self._watched:
+            return True
+        now = (self._steps(), *map(_scale_version, self._scalers()))
+        moved = now != self._last
         self._last = now
         return moved
 

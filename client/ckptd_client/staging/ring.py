@@ -133,6 +133,12 @@ class Ring:
         durable = [n for n, record in enumerate(records) if record.state is SlotState.DURABLE]
         return min(durable, key=lambda n: records[n].ticket, default=None)
 
+    @property
+    def idle(self) -> bool:
+        """There are several slots, and none of them holds what is still to be written."""
+        states = {record.state for record in self.arena.records()}
+        return self.arena.shape.slots > 1 and states <= {SlotState.FREE, SlotState.DURABLE}
+
     def scratch(self, size_bytes: int) -> memoryview | None:
         """A free slot's memory to read into, where one is large enough; its content is undefined afterwards."""
         if size_bytes > self.arena.shape.slot_bytes:
