@@ -123,7 +123,7 @@ class Cast:
 
     def start_daemon(self, stop_at: int | str = 0) -> None:
         config = {"kind": "daemon", "socket": str(self._socket), "log": f"{self.folder}/log", "stop_at": stop_at}
-        self.daemons.append(self._nursery.fork({**config, "settings": self._settings}))
+        self.daemons.append(self._nursery.child({**config, "settings": self._settings}))
         if stop_at:
             self._armed.add(self.daemons[-1])
 
@@ -150,7 +150,7 @@ class Cast:
                 "stop_at": (stop_at or {}).get(rank, 0),
                 **vars(self.training),
             }
-            self.trainers.append(self._nursery.fork(config))
+            self.trainers.append(self._nursery.child(config))
             if config["stop_at"]:
                 self._armed.add(self.trainers[-1])
         self.listen(lambda: self.all_said("restored") or self.one_stopped(), "the restore")

@@ -7,9 +7,6 @@ import json
 import os
 import select
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,10 +15,10 @@ from typing import Any
 import psutil
 
 from ckptd.errors import DeadlineExceeded
-from devtools.processes import kill_group, wait_until
+from devtools.processes import wait_until
+from tests import nursery
 from tests.chaos.points import Counter
 
-START_SECONDS = 120.0
 GONE_SECONDS = 60.0
 LOOK_SECONDS = 0.02
 """How often somebody looks whether what nobody tells has happened."""
@@ -113,43 +110,20 @@ class Child:
             os.close(self._pidfd)
 
 
-class Nursery:
-    """The process that forks. A context manager."""
+class Nursery(nursery.Nursery):
+    """What forks them."""
 
-    def __enter__(self) -> Nursery:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        os.set_inheritable(theirs.fileno(), True)
-        self._process = _spawn_with(theirs)
-        theirs.close()
-        self._socket.settimeout(START_SECONDS)
-        assert self._socket.recv(100) == b"ready", "the nursery did not start"
-        return self
+    def __init__(self) -> None:
+        super().__init__("tests.chaos.nursery")
 
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
-        kill_group(self._process)
-
-    def fork(self, config: dict[str, Any]) -> Child:
+    def child(self, config: dict[str, Any]) -> Child:
         """A child that lives as configured."""
         events, theirs = os.pipe()
         counter = Counter()
         counter.stop_at(config.get("stop_at", 0))
-        socket.send_fds(self._socket, [json.dumps(config).encode()], [theirs, counter.descriptor])
+        pid = self.fork(config, theirs, counter.descriptor)
         os.close(theirs)
-        return Child(int(self._socket.recv(100)), events, counter, config)
-
-
-def _spawn_with(descriptor: socket.socket) -> subprocess.Popen[bytes]:
-    """As :func:`spawn`, with one descriptor more."""
-    number = descriptor.fileno()
-    environment = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-    return subprocess.Popen(
-        ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", "tests.chaos.nursery", str(number)],
-        env={**os.environ, **environment},
-        pass_fds=[number],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+        return Child(pid, events, counter, config)
 
 
 def listen(

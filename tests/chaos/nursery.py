@@ -1,22 +1,15 @@
-"""A process that has imported everything, and forks trainers and daemons in no time: ``python -m tests.chaos.nursery``.
+"""Forks trainers and daemons in no time: ``python -m tests.chaos.nursery``; see :mod:`tests.nursery`.
 
-It has no thread, so its children are as good as processes of their own. A request is a datagram with the configuration
-and two descriptors: where the child writes its events, one JSON object a line, and the count of its points.
+Each has two descriptors: where it writes its events, one JSON object a line, and the count of its points.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import gc
 import json
 import os
-import signal
-import socket
-import sys
 import tempfile
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +25,8 @@ from ckptd_backends.s3 import open_s3
 from ckptd_backends.wrappers import Slow
 from tests.chaos.points import Counter, Points
 from tests.chaos.training import Stepped, train
+from tests.nursery import nurse
 
-PR_SET_PDEATHSIG = 1
 _preloaded = open_s3
 
 
@@ -41,22 +34,7 @@ def main() -> None:
     """Fork until the other end closes the socket."""
     torch.set_num_threads(1)
     _rehearse()
-    requests = socket.socket(fileno=int(sys.argv[1]))
-    gc.collect()
-    gc.freeze()
-    requests.send(b"ready")
-    while True:
-        data, descriptors, _, _ = socket.recv_fds(requests, 1 << 16, 2)
-        _reap()
-        if not data:
-            return
-        child = os.fork()
-        if child == 0:
-            requests.close()
-            _live(json.loads(data), *descriptors)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        requests.send(str(child).encode())
+    nurse(_live)
 
 
 def _rehearse() -> None:
@@ -75,46 +53,28 @@ async def _use(url: str) -> None:
         await run.committed()
 
 
-def _reap() -> None:
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
-def _live(config: dict[str, Any], events: int, counted: int) -> None:
-    """In the child, to its end."""
-    status = 1
+def _live(config: dict[str, Any], events: int, counted: int) -> int:
+    """A trainer or a daemon, to its end: the exit status."""
 
     def tell(event: str, **fields: Any) -> None:
         os.write(events, json.dumps({"event": event, **fields}).encode() + b"\n")  # whole, below PIPE_BUF
 
     try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.setsid()
-        for descriptor in (events, counted):
-            os.set_inheritable(descriptor, False)
         log = os.open(config["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
         Points(Counter(counted), tell).put_in()
-        if config["kind"] == "daemon":
-            _slow_down(config.get("slow_seconds", 0.0))
-            socket_path = Path(config["socket"])
-            settings: dict[str, Any] = {"commit_takeover_seconds": 0.5, **config["settings"]}
-            budgets = Budgets(**settings.pop("budgets", {}))
-            status = serve(Settings(socket=socket_path, budgets=budgets, **settings))
-        else:
-            status = train(config, tell)
+        if config["kind"] == "trainer":
+            return train(config, tell)
+        _slow_down(config.get("slow_seconds", 0.0))
+        settings: dict[str, Any] = {"commit_takeover_seconds": 0.5, **config["settings"]}
+        budgets = Budgets(**settings.pop("budgets", {}))
+        return serve(Settings(socket=Path(config["socket"]), budgets=budgets, **settings))
     except BaseException as error:
-        traceback.print_exc()
         with contextlib.suppress(OSError):
             tell("broke", error=f"{type(error).__name__}: {error}"[:2000])
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
+        raise
 
 
 def _slow_down(delay_seconds: float) -> None:

@@ -2,52 +2,60 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
-import subprocess
-import sys
+import signal
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from devtools.processes import kill_group
 from tests.client.conftest import Daemon, daemon, own_daemon
 from tests.conftest import OURS
+from tests.nursery import Nursery
 
 __all__ = ["daemon", "own_daemon"]
 
 ANSWER_SECONDS = 60
+GONE_SECONDS = 10
 
 
 class Rank:
     """One worker process, started again when it was killed."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: psutil.Process | None = None
 
     def start(self) -> None:
         """Idempotent."""
-        if self._process is None:
-            self._process = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", "tests.ranks.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-                env={name: value for name, value in os.environ.items() if name != OURS},  # no single test's own
-            )
+        if self._process is not None:
+            return
+        their_requests, requests = os.pipe()
+        answers, their_answers = os.pipe()
+        self._process = psutil.Process(_nursery().fork({}, their_requests, their_answers))
+        os.close(their_requests)
+        os.close(their_answers)
+        self._requests = os.fdopen(requests, "wb")
+        self._answers = os.fdopen(answers, "rb")
+
+    @property
+    def pid(self) -> int:
+        """Of a rank that was started."""
+        assert self._process is not None
+        return self._process.pid
 
     def do(self, what: str, **options: Any) -> dict[str, Any]:
         """Have it done, and give the answer. Raises :class:`RankError` with the rank's own error."""
         assert self._process is not None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"do": what, **options}).encode() + b"\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
+        self._requests.write(json.dumps({"do": what, **options}).encode() + b"\n")
+        self._requests.flush()
+        line = self._answers.readline()
         if not line:
             raise RankError("Died", f"the rank ended during {what}")
         answer: dict[str, Any] = json.loads(line)
@@ -63,11 +71,13 @@ class Rank:
     def kill(self) -> None:
         """SIGKILL."""
         if self._process is not None:
-            kill_group(self._process)
-            for stream in (self._process.stdin, self._process.stdout):
-                if stream is not None:
-                    stream.close()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(GONE_SECONDS)
             self._process = None
+            self._answers.close()
+            with contextlib.suppress(BrokenPipeError):  # what it was never told
+                self._requests.close()
 
 
 class RankError(Exception):
@@ -141,6 +151,15 @@ class Ranks:
         for step in range(first, last + 1):
             answers = self.each("train", step=step)
         return answers
+
+
+@functools.cache
+def _nursery() -> Nursery:
+    """Nobody closes it: it ends with this process."""
+    return Nursery(
+        "tests.ranks.nursery",
+        {name: value for name, value in os.environ.items() if name != OURS},  # no single test's own
+    ).__enter__()
 
 
 _workers = [Rank() for _ in range(4)]

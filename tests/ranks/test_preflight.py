@@ -15,7 +15,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from torch.distributed import TCPStore
 from typer.testing import CliRunner, Result
@@ -93,9 +92,8 @@ def bad(report: dict[str, Any]) -> dict[str, list[str]]:
 
 def limit(rank: Rank, kind: int, soft: int) -> int:
     """Set a limit of a living process; the old one."""
-    pid = psutil.Process(rank._process.pid).pid  # type: ignore[union-attr]
-    before, hard = resource.prlimit(pid, kind)
-    resource.prlimit(pid, kind, (soft, hard))
+    before, hard = resource.prlimit(rank.pid, kind)
+    resource.prlimit(rank.pid, kind, (soft, hard))
     return before
 
 

@@ -395,7 +395,3 @@ def main() -> None:
         except Exception as error:
             answer = {"error": type(error).__name__, "message": str(error), "trace": traceback.format_exc()}
         print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    main()

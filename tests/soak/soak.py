@@ -120,11 +120,11 @@ class Soak:
         self._trainers: dict[str, list[Child]] = defaultdict(list)
 
     def __enter__(self) -> Soak:
-        self._children.append(self._nursery.fork(self._daemon_config))
+        self._children.append(self._nursery.child(self._daemon_config))
         for plan in PLANS:
             launch = uuid.uuid4().hex
             for rank in range(self._world):
-                child = self._nursery.fork(self._config(plan, rank, launch))
+                child = self._nursery.child(self._config(plan, rank, launch))
                 self._trainers[plan.name].append(child)
                 self._children.append(child)
         return self
