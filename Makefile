@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 WORKERS ?= 3
+# Hundreds of processes would else compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-long check bench perf power chaos soak fuzz test-minio constraints clean
 .DEFAULT_GOAL := test
