@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
 import struct
 import subprocess
 from collections.abc import Generator, Iterator
@@ -120,20 +121,30 @@ class SmallDisk:
                 fcntl.ioctl(descriptor, _THAW, 0)
 
     @contextlib.contextmanager
-    def failing(self) -> Iterator[None]:
+    def failing(self, unseen_by: int | None = None) -> Iterator[None]:
         """Every operation fails with EIO. Over once it is mounted anew: without what was not durable, as after a loss
-        of power."""
+        of power. ``unseen_by``: a process that does not see that it is away for a moment then."""
         with _folder(self.root) as descriptor:
             fcntl.ioctl(descriptor, _SHUTDOWN, _WITHOUT_FLUSHING)
         try:
             yield
         finally:
-            self._mount_anew()
+            self._mount_anew(unseen_by)
 
-    def _mount_anew(self) -> None:
-        wait_until(self._unmounted, "nobody to be in the middle of a call", deadline_seconds=30)
+    def _mount_anew(self, unseen_by: int | None = None) -> None:
+        def unmounted() -> bool:
+            if unseen_by is not None:
+                os.kill(unseen_by, signal.SIGSTOP)
+            done = self._unmounted()
+            if unseen_by is not None and not done:
+                os.kill(unseen_by, signal.SIGCONT)  # it has files open there
+            return done
+
+        wait_until(unmounted, "nobody to be in the middle of a call", deadline_seconds=30)
         subprocess.run(["e2fsck", "-p", "-f", self._image], check=False, capture_output=True, timeout=60)
         self._mount()
+        if unseen_by is not None:
+            os.kill(unseen_by, signal.SIGCONT)
 
 
 class DiskWithQuotas(SmallDisk):

@@ -192,8 +192,7 @@ def test_a_passing_fault_of_the_disk_costs_nothing_but_time(name: str, scene: Sc
     training = Training()
     with Checkpointer(scene.url, training.state, keep=Keep(last=5), socket=scene.daemon.socket) as ckpt:
         _train_and_save(training, ckpt, 1)
-        fault: AbstractContextManager[None] = getattr(scene.disk, name)()
-        with fault:
+        with scene.disk.frozen() if name == "frozen" else scene.disk.failing(unseen_by=scene.daemon.pid):
             training.step()
             save = ckpt.save(2)
             with pytest.raises(DeadlineExceeded):
