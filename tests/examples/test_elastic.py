@@ -29,8 +29,10 @@ WINDOWS = 96
 EVERY = 4
 WAIT_SECONDS = 100
 STEPS = 110
-HAND_OVERS = ((4, 3, "memory"), (3, 4, "storage"), (4, 3, "storage"), (3, 4, "memory"))
+HandOvers = tuple[tuple[int, int, str], ...]
 """Ranks before, ranks after, and where these find the state."""
+THERE_AND_BACK: HandOvers = ((4, 3, "memory"), (3, 4, "storage"))
+TWICE: HandOvers = (*THERE_AND_BACK, (4, 3, "storage"), (3, 4, "memory"))
 
 
 class Launcher:
@@ -125,12 +127,13 @@ def launcher(tmp_path: Path, here: Daemon) -> Iterator[Launcher]:
 
 
 @pytest.mark.timeout(240)
-def test_a_script_comes_back_smaller_and_larger(launcher: Launcher, here: Daemon) -> None:
+@pytest.mark.parametrize("hand_overs", [THERE_AND_BACK, pytest.param(TWICE, marks=pytest.mark.long)], ids=["", "twice"])
+def test_a_script_comes_back_smaller_and_larger(launcher: Launcher, here: Daemon, hand_overs: HandOvers) -> None:
     """A rank is lost at any step, and comes back at any step; the daemon survives, or does not."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)
-    for world, following, source in HAND_OVERS:
+    for world, following, source in hand_overs:
         launcher.start(world)
         launcher.await_steps(chance.randint(EVERY + 1, 3 * EVERY))
         if following < world:
@@ -139,13 +142,13 @@ def test_a_script_comes_back_smaller_and_larger(launcher: Launcher, here: Daemon
         if source == "storage":
             here.kill()
             here.start()
-    launcher.start(HAND_OVERS[-1][1])
+    launcher.start(hand_overs[-1][1])
     launcher.await_end()
 
-    for generation, (_, world, source) in enumerate(HAND_OVERS, 2):
+    for generation, (_, world, source) in enumerate(hand_overs, 2):
         starts = [launcher.log(generation, rank)[0] for rank in range(world)]
         assert {start["layout"] for start in starts} == {"2x2" if world == 4 else "FSDP over 3"}
         assert len({(start["step"], start["decision"]) for start in starts}) == 1
         assert f"{source} on ranks 0-{world - 1}" in starts[0]["decision"]
         launcher.history.check_hand_over(generation)
-    assert launcher.history.check_samples([HAND_OVERS[0][0], *(world for _, world, _ in HAND_OVERS)], WINDOWS) == STEPS
+    assert launcher.history.check_samples([hand_overs[0][0], *(world for _, world, _ in hand_overs)], WINDOWS) == STEPS

@@ -16,10 +16,10 @@ from tests.launch.conftest import SCRIPT
 from tests.launch.launched import DONE_SECONDS, lines_of
 from tests.launch.nodes import Node, Rendezvous
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
 
 
-@pytest.fixture(params=["c10d", pytest.param("static", marks=pytest.mark.long)])
+@pytest.fixture(params=["c10d", "static"])
 def nodes(own_daemon: Callable[..., Daemon], tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Node]]:
     """The first one has the store."""
     port = str(free_ports(1)[0])
@@ -69,7 +69,6 @@ def test_the_others_say_so_and_a_start_by_hand_goes_on(nodes: list[Node], tmp_pa
     assert [node.wait() for node in nodes] == [Exit.STOPPED] * 2
 
 
-@pytest.mark.long
 def test_a_store_elsewhere_may_go_while_a_training_runs(own_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
     """Workers need it to come together, and not to go on."""
     rendezvous = Rendezvous()
