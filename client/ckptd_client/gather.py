@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -15,6 +13,7 @@ from ckptd.format.dtypes import ITEM_BYTES
 from ckptd_client.capture.stored import Amount
 from ckptd_client.dtypes import torch_dtype
 from ckptd_client.fetch import fetch
+from ckptd_client.fresh import fresh_memory
 
 Scratch = Callable[[int], memoryview | None]
 """Memory of so many bytes that is there already, where there is enough."""
@@ -53,7 +52,7 @@ async def gather(
     absent = [i for i, view in enumerate(found) if view is None]
     if absent:
         placed, size = stage([wants[i] for i in absent])
-        out = scratch(size) or _anonymous(size)
+        out = scratch(size) or fresh_memory(size)
         plan = make_plan(placed, block_bytes)
         await fetch(FromMemory(memory, reader), plan, out)
         amount = Amount(plan.bytes_wanted, plan.bytes_read, plan.requests)
@@ -81,11 +80,3 @@ def _view(memory: memoryview, at: int, want: Want) -> torch.Tensor:
     if not want.size_bytes:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=want.region.element_count, offset=at)
-
-
-def _anonymous(size_bytes: int) -> memoryview:
-    # Private, as first touches of shared memory cost half as much again; in huge pages, a fifth.
-    made = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        made.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(made)[:size_bytes]
