@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -10,10 +11,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 from bench.subject import Handle, Promises, Subject
+from ckptd.errors import DeadlineExceeded
 from ckptd_client import Checkpointer, Keep, Save
 from devtools.processes import kill_group, spawn, wait_until
 
 DAEMON_SECONDS = 30.0
+TRAINER_START_SECONDS = 6.0
+"""From the daemon's start until a trainer restores, at most: it imports torch and builds its model meanwhile."""
 
 
 class _Saving(Handle):
@@ -43,9 +47,9 @@ class Overlapped(Subject):
     def _start_daemon(self) -> subprocess.Popen[bytes]:
         self._place = Path(tempfile.mkdtemp(prefix="ckptd-bench-"))  # short enough for the name of a socket
         self._socket = self._place / "ckptd.sock"
-        daemon = spawn(
-            [sys.executable, "-m", "ckptd.daemon", "--socket", self._socket, "--log-file", self._place / "log"]
-        )
+        state = self.folder / "state"  # kept, as on a node that comes back
+        options: list[str | Path] = ["--socket", self._socket, "--log-file", self._place / "log", "--state-dir", state]
+        daemon = spawn([sys.executable, "-m", "ckptd.daemon", *options])
         wait_until(
             lambda: self._socket.exists() or daemon.poll() is not None,
             "the daemon's socket",
@@ -74,6 +78,12 @@ class Overlapped(Subject):
         if not keep_memory:
             self._stop_daemon()
             self._daemon = self._start_daemon()
+            with contextlib.suppress(DeadlineExceeded):
+                wait_until(
+                    lambda: "made ahead" in (self._place / "log").read_text(),
+                    "an arena",
+                    deadline_seconds=TRAINER_START_SECONDS,
+                )
 
     def restore(self, step: int) -> None:
         self._checkpointer = self._connect()

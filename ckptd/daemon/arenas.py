@@ -15,6 +15,7 @@ from ckptd.checkpoint.concurrency import in_thread
 from ckptd.daemon.fill import Fill
 from ckptd.daemon.memory import headroom_bytes
 from ckptd.daemon.owner import Owner
+from ckptd.daemon.ready import ReadyArenas
 from ckptd.errors import CkptdError, FormatError, ResourceError, RunInUse, UsageError
 from ckptd.format.records import Snapshot, decode
 from ckptd.limits import SLOTS_MAX
@@ -92,8 +93,10 @@ class HeldArena:
 class Arenas:
     """All arenas of one daemon, within its memory budget."""
 
-    def __init__(self, budget_bytes: int | None) -> None:
+    def __init__(self, budget_bytes: int | None, ready: ReadyArenas) -> None:
+        """``ready``: arenas that are nobody's yet."""
         self._budget_bytes = budget_bytes
+        self._ready = ready
         self._held: dict[str, HeldArena] = {}
         self._reserved_bytes = 0
         """Of arenas that are being allocated."""
@@ -108,13 +111,14 @@ class Arenas:
 
     @property
     def size_bytes(self) -> int:
-        """Of all arenas together."""
-        return sum(held.arena.shape.size_bytes for held in self._held.values())
+        """Of all arenas together, those included that are nobody's yet."""
+        return sum(held.arena.shape.size_bytes for held in self._held.values()) + self._ready.size_bytes
 
     # Coming
 
-    async def make(self, owner: Owner, slots: int, slot_bytes: int) -> HeldArena:
-        """A new arena, all of its memory allocated. ``slot_bytes`` is rounded up to whole pages.
+    async def make(self, owner: Owner, slots: int, slot_bytes: int, *, only_ready: bool = False) -> HeldArena:
+        """A new arena, all of its memory allocated: one that was made ahead, where there is one that fits.
+        ``slot_bytes`` is rounded up to whole pages; ``only_ready``: raise :class:`ResourceError` rather than make one.
 
         Raises :class:`ResourceError`, with figures, where there is not enough; arenas of dead trainers and of closed
         sessions go first.
@@ -122,6 +126,11 @@ class Arenas:
         if not 1 <= slots <= SLOTS_MAX:
             raise ResourceError(f"an arena has 1 to {SLOTS_MAX} slots, not {slots}")
         shape = ArenaShape(slots, pages(max(slot_bytes, 1)))
+        ready = await self._ready.take(shape.slots, shape.slot_bytes, wait=not only_ready)
+        if ready is not None:
+            return self._hold(ready, owner)
+        if only_ready:
+            raise ResourceError("no arena of this shape was made ahead")
         self._make_room(shape.size_bytes)
         self._reserved_bytes += shape.size_bytes
         try:
@@ -156,6 +165,7 @@ class Arenas:
         if arena.id != arena_id:
             arena.close()
             raise FormatError(f"the arena handed in is {arena.id}, not {arena_id}")
+        self._ready.not_needed(arena.shape)
         return self._hold(arena, owner)
 
     def lend(self, owner: Owner, arena_id: str) -> HeldArena:
@@ -229,7 +239,9 @@ class Arenas:
         drained = [held for held in self.all() if not held.saves]
         abandoned = [held for held in drained if held.owner.dead]
         abandoned += [held for held in drained if not held.owner.dead and held.given_up]
-        while (room := self._room_bytes()) < wanted:
+        if self.room_bytes() < wanted:
+            self._ready.give_back()
+        while (room := self.room_bytes()) < wanted:
             if not abandoned:
                 raise ResourceError(
                     f"an arena of {humanize.naturalsize(wanted)} does not fit: {humanize.naturalsize(room)} are left, "
@@ -238,7 +250,8 @@ class Arenas:
                 )
             self._release(abandoned.pop(0))
 
-    def _room_bytes(self) -> int:
+    def room_bytes(self) -> int:
+        """How much memory is left for arenas."""
         room = headroom_bytes() - self._reserved_bytes
         if self._budget_bytes is not None:
             room = min(room, self._budget_bytes - self.size_bytes - self._reserved_bytes)
@@ -253,6 +266,7 @@ class Arenas:
         """Give all of them back; living trainers keep their mappings."""
         for held in self.all():
             self._release(held)
+        self._ready.give_back()
 
 
 def _offers_of(arena: Arena, *, writable: bool) -> list[SnapshotOffer]:

@@ -75,6 +75,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
     housekeeping = loop.create_task(_keep_house(service))
     service.tasks.spawn(service.watch.run(), "watchdog")
     service.tasks.spawn(service.logs.run(), "training log")
+    service.tasks.spawn(service.ready.make(service.arenas.room_bytes), "arenas made ahead")
     service.monitor.start()
     log.info("ckptd %s serves %s, process %d", __version__, settings.socket, os.getpid())
     web = None
@@ -176,6 +177,7 @@ async def _keep_house(service: Service) -> None:
             return
         elif limit is not None and time.monotonic() - busy_seconds >= limit:
             log.info("idle for %g s", limit)
+            await service.ready.keep(())
             service.ending.set()
             return
         try:

@@ -16,6 +16,7 @@ from ckptd.daemon.bases import Bases
 from ckptd.daemon.commit import Patience
 from ckptd.daemon.commits import Commits
 from ckptd.daemon.owner import Owner, Seat
+from ckptd.daemon.ready import ReadyArenas
 from ckptd.daemon.replication import Replication
 from ckptd.daemon.save import Tally
 from ckptd.daemon.saves import Saves
@@ -71,7 +72,8 @@ class Service:
             "verifying": Limits(VERIFY_READS_AT_ONCE, down=_pace(budgets.verify_bytes_per_second)),
         }
         self.stores = Stores(limits, settings.state_path, self.tasks.spawn, threads_max=budgets.io_threads_used)
-        self.arenas = Arenas(budgets.memory_bytes)
+        self.ready = ReadyArenas(settings.state_path / "arenas.json")
+        self.arenas = Arenas(budgets.memory_bytes, self.ready)
         patience = Patience(settings.commit_seconds, settings.commit_takeover_seconds)
         commits, tally = Commits(patience, self.tasks.spawn), Tally()
         self.verifying = Verifying(
@@ -170,6 +172,7 @@ class Service:
     async def tidy(self) -> None:
         """Give back what nobody needs any more: memory, connections, watches on processes."""
         self.arenas.sweep()
+        await self.ready.keep(held.arena.shape for held in self.arenas.all() if not held.dropped)
         self.replication.tidy()
         busy = {held.owner for held in self.arenas.all()} | self.saves.busy_owners() | self.replication.busy_owners()
         busy |= self.logs.busy_owners() | self.bad_losses.busy_owners()

@@ -248,7 +248,7 @@ class Session:
         return Done(request=request.request), None
 
     async def _make(self, owner: Owner, request: MakeArena) -> tuple[Outgoing, int | None]:
-        held = await self.service.arenas.make(owner, request.slots, request.slot_bytes)
+        held = await self.service.arenas.make(owner, request.slots, request.slot_bytes, only_ready=request.only_ready)
         return ArenaGranted(request=request.request, arena=held.arena.id), held.arena.fd
 
     async def _offers(self, owner: Owner, request: ListOffers) -> tuple[Outgoing, int | None]:

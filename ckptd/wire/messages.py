@@ -101,6 +101,8 @@ class MakeArena(Request, kw_only=True, frozen=True, tag="make_arena"):
 
     slots: Annotated[int, msgspec.Meta(ge=1, le=SLOTS_MAX)]
     slot_bytes: Size
+    only_ready: bool = False
+    """Refused, unless there is one already that nobody has."""
 
 
 class ListOffers(Request, kw_only=True, frozen=True, tag="list_offers"):

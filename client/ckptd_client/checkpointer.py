@@ -197,7 +197,7 @@ class Checkpointer:
         """Why it is of no use any more."""
         leaving.opened(self)
         if not any(offer.writable for offer in self._supply.held()):
-            self._supply.grow_later(self._snapshots.slot_bytes_expected())
+            self._supply.begin(self._snapshots.slot_bytes_expected())
 
     def _agree(self, topology: Topology) -> None:
         """What the ranks have to know of each other: how they talk, what their start is called, which tiers they see

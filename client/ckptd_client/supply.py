@@ -9,7 +9,7 @@ from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ckptd.arena import Arena
-from ckptd.errors import DaemonError, DeadlineExceeded, ResourceError
+from ckptd.errors import CkptdError, DaemonError, DeadlineExceeded, ResourceError
 from ckptd.wire.messages import (
     AwaitIdle,
     BorrowArena,
@@ -125,6 +125,21 @@ class ArenaSupply:
                 self._next.add_done_callback(self._discard)
             self._next_bytes = slot_bytes
             self._next = self._maker.submit(self._make, slot_bytes)
+
+    def begin(self, slot_bytes: int) -> None:
+        """Take an arena that the daemon has made ahead, so that a restore reads into memory that is there; else have
+        one made as by :meth:`grow_later`."""
+        request = MakeArena(slots=self._slots, slot_bytes=slot_bytes, only_ready=True)
+        try:
+            arena = Arena(self._link.ask_for_arena(request, seconds=ARENA_SECONDS))
+        except CkptdError as error:
+            _log.debug("no arena was made ahead: %s", error)
+            self.grow_later(slot_bytes)
+            return
+        arena.hide_from_children()
+        self._pin(arena)
+        self._ring = Ring(arena)
+        self._maker.submit(arena.populate)
 
     def grow_later(self, slot_bytes: int) -> None:
         """The same, after :data:`DELAY_SECONDS`, or as soon as a save needs it."""
