@@ -29,7 +29,7 @@ from ckptd_client.agreement import nodes_of, open_agreement
 from ckptd_client.capture import Capture, Placement, State
 from ckptd_client.collecting import collecting_later
 from ckptd_client.generation import Life, Opening, WriterClaim, open_life
-from ckptd_client.handles import Handles
+from ckptd_client.handles import Handles, await_ends
 from ckptd_client.link import DaemonLink
 from ckptd_client.progress import FromGpu, Progress, figures
 from ckptd_client.restore import Restorer
@@ -350,8 +350,8 @@ class Checkpointer:
                 values |= late.numbers()
                 late = None
         self._progress.report(now_ns, step, values, late)
-        self._saving.stepped(step)
         stops = self._schedule.appointments.stops(step)
+        self._saving.stepped(step, last=stops)
         save = None
         if due:
             numbers = metrics_for_record({name: values.get(name) for name in metrics})
@@ -374,7 +374,8 @@ class Checkpointer:
         step itself is held, by its hook or :meth:`fence`, until the rest is copied.
 
         Inside gradient accumulation the snapshot is taken at the next boundary, and the handle is ``deferred`` till
-        then. A repeated save of a step returns the first one's handle. All ranks save the same steps. ``debug``: for a
+        then. A repeated save of a step returns the first one's handle. All ranks save the same steps. Several ranks
+        whose store is behind leave some of them out; ``pin`` and ``debug`` ones are tried in any case. ``debug``: for a
         post-mortem, such as the state in which an anomaly was seen: restored by its step, or where there is no other.
 
         Raises :class:`ckptd.errors.StateError` for a state that cannot be saved, before anything is written;
@@ -385,7 +386,8 @@ class Checkpointer:
         for name, value in (metrics or {}).items():
             check_metric(step, name, value)
         numbers = metrics_for_record(metrics or {})
-        stops = self._schedule.appointments.stops(step)
+        # A rank that is alone stops at its next step, which is this one's.
+        stops = self._schedule.appointments.stops(step) or (self._world == 1 and bool(stopping.ASKED.by))
         save = self._request(step, reason or "", numbers, last=stops, pin=pin, debug=debug)
         if isinstance(save.error, StateError):
             raise save.error
@@ -411,8 +413,10 @@ class Checkpointer:
 
     def _await_ends(self, timeout: float | None) -> Save | None:
         with self._link.pulse.phase(Phase.SAVE):
+            # Those that only the next boundary takes wait for the training, not for the daemon.
+            awaited = [save for save in self._handles.unfinished() if save.state != "deferred"]
             self._stager.wait()
-            return self._handles.await_ends(timeout)
+            return await_ends(awaited, timeout)
 
     # Progress
 
@@ -482,7 +486,8 @@ class Checkpointer:
             return
         # The training's own error is the one to be seen, and soon: of ranks that are dead nothing comes that would
         # complete a checkpoint, and whoever starts them anew waits for this one. In an agreed stop none of them is.
-        together = self._world == 1 or isinstance(error, stopping.Stopped)
+        well = isinstance(error, stopping.Stopped) or (isinstance(error, SystemExit) and not error.code)
+        together = self._world == 1 or well
         try:
             self.close(CLOSE_SECONDS if together else CLOSE_AFTER_ERROR_SECONDS)
         except CkptdError as second:

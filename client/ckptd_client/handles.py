@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ckptd.errors import CkptdError
 from ckptd.format.keys import Version
@@ -33,8 +33,10 @@ class Handles:
         """Remember a save under its version."""
         with self._lock:
             self._saves[save.version] = save
-            while len(self._saves) > HANDLES_KEPT:
-                self._saves.popitem(last=False)
+            if len(self._saves) > HANDLES_KEPT:  # of those in flight there are few, and they are still to be moved on
+                over = next((version for version, known in self._saves.items() if known.done), save.version)
+                if over != save.version:
+                    del self._saves[over]
 
     def get(self, version: Version) -> Save | None:
         """The save of a version, where it is remembered."""
@@ -45,16 +47,6 @@ class Handles:
         """Neither committed nor failed yet, oldest first."""
         with self._lock:
             return [save for save in self._saves.values() if not save.done]
-
-    def await_ends(self, timeout: float | None) -> Save | None:
-        """Wait until each of them is committed or has failed, but for those that wait for the training, not for the
-        daemon; returns the oldest that has failed meanwhile. ``timeout`` in seconds for all of them; raises
-        :class:`DeadlineExceeded`."""
-        stop = None if timeout is None else time.monotonic() + timeout
-        awaited = [save for save in self.unfinished() if save.state != "deferred"]
-        for save in awaited:
-            save.wait_for_end(None if stop is None else max(stop - time.monotonic(), 0.0))
-        return next((save for save in awaited if save.error is not None), None)
 
     def newest(self) -> Save | None:
         """The one that was added last."""
@@ -103,3 +95,12 @@ class Handles:
             save.stats.path = str(event.stats.get("path", ""))
             save.advance("durable")
         self._slot_freed()
+
+
+def await_ends(saves: Sequence[Save], timeout: float | None) -> Save | None:
+    """Wait until each is committed or has failed; returns the first that has failed. ``timeout`` in seconds for all of
+    them; raises :class:`DeadlineExceeded`."""
+    stop = None if timeout is None else time.monotonic() + timeout
+    for save in saves:
+        save.wait_for_end(None if stop is None else max(stop - time.monotonic(), 0.0))
+    return next((save for save in saves if save.error is not None), None)

@@ -72,13 +72,15 @@ class Saving:
         """A save waits for the next boundary."""
         return self._deferred is not None
 
-    def stepped(self, step: int) -> None:
-        """A training step was reported. Where a boundary was crossed, what was put off to it is saved."""
+    def stepped(self, step: int, *, last: bool = False) -> None:
+        """A training step was reported. Where a boundary was crossed, what was put off to it is saved. ``last``: the
+        training stops here, so there is time to wait for a slot."""
         if self._snapshots.boundary.crossed():
             self._boundary_step = step
             self._snapshots.boundary_passed()
             deferred, self._deferred = self._deferred, None
             if deferred is not None:
+                deferred.last = deferred.last or last
                 self._save_now(deferred, step)
 
     def request(
@@ -91,6 +93,8 @@ class Saving:
         version = Version(step, self.life.generation)
         known = self._handles.get(version)
         if known is not None:
+            for kind in (name for name, wanted in kinds.items() if wanted and not getattr(known, name)):
+                _log.warning("step %d was asked for before without %s=True, and stays so: %s", step, kind, known)
             return known
         asked, self._deferred = self._deferred, None
         if asked is not None:
@@ -139,7 +143,8 @@ class Saving:
 
     def _full(self, reason: str) -> SaveError:
         """No slot is free."""
-        return SaveError(reason) if self._on_full == "fail" else SaveSkipped(reason)
+        kind = SaveError if self._on_full == "fail" else SaveSkipped
+        return kind(reason, hint="save less often, or with pin=True what must not be left out")
 
     def give_up_deferred(self) -> None:
         """At the end: no boundary comes any more."""
