@@ -93,6 +93,11 @@ class Commits:
         finally:
             telling.untold -= 1
 
+    @property
+    def telling(self) -> list[Backend]:
+        """Stores to which skips are on their way."""
+        return [backend for backend, telling in self._telling.items() if telling.untold]
+
     def nudge(self) -> None:
         """A trainer has died: commits that wait for it are to look now."""
         for commit, _ in self._open.values():

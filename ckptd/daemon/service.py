@@ -76,6 +76,7 @@ class Service:
         self.arenas = Arenas(budgets.memory_bytes, self.ready)
         patience = Patience(settings.commit_seconds, settings.commit_takeover_seconds)
         commits, tally = Commits(patience, self.tasks.spawn), Tally()
+        self._commits = commits
         self.verifying = Verifying(
             self.tasks.spawn, tally, settings.verify_delay_seconds, enabled=budgets.verify_bytes_per_second is not None
         )
@@ -166,7 +167,7 @@ class Service:
     @property
     def idle(self) -> bool:
         """No clients and no work."""
-        working = self.saves.under_way() or self.replication.busy or self.logs.busy
+        working = self.saves.under_way() or self.replication.busy or self.logs.busy or self._commits.telling
         return not self.sessions and not working
 
     async def tidy(self) -> None:
@@ -182,7 +183,9 @@ class Service:
             if self.seats.get(owner.seat) is owner:
                 del self.seats[owner.seat]
         used = [backend for owner in self._owners for backend in owner.backends]
-        await self.stores.close_others([*used, *self.replication.retiring.backends, *self.verifying.backends])
+        await self.stores.close_others(
+            [*used, *self._commits.telling, *self.replication.retiring.backends, *self.verifying.backends]
+        )
         roots = (backend.url for backend in used if backend.url.startswith(LOCAL))
         self.monitor.watch([self.settings.state_path, *(Path(root.removeprefix(LOCAL)) for root in roots)])
 

@@ -49,9 +49,11 @@ async def test_skips_wait_for_their_turn_and_do_not_pile_up(tmp_run: str) -> Non
         await asyncio.wait(skips[SKIPS_UNTOLD_MAX:])
         assert [task for task in skips if not task.done()] == skips[:SKIPS_UNTOLD_MAX]
         assert away.calls <= SKIPS_TOLD_AT_ONCE_MAX
+        assert commits.telling == [away], "it is in use, and the daemon not idle"
         await commits.skip(checkpoint(store, 5000), 1, "full")  # another store is told at once
         away.back.set()
         await asyncio.gather(*skips)
+        assert commits.telling == []
         for step in (1, SKIPS_UNTOLD_MAX, 5000):
             data = await store.get(keys.receipt_key(Version(step, 1), 1, 2), limit_bytes=SMALL_RECORD_BYTES_MAX)
             assert skip_reason(data) == "full", "once the store answers again, the others are told"
