@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import threading
@@ -26,7 +27,8 @@ def fresh_memory(size_bytes: int) -> memoryview:
     """
     made = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size_bytes >= CHUNK_BYTES:
-        threading.Thread(target=_give_huge_pages, args=(made,), name="ckptd-fresh", daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # no thread is to be had: it works without
+            threading.Thread(target=_give_huge_pages, args=(made,), name="ckptd-fresh", daemon=True).start()
     return memoryview(made)[:size_bytes]
 
 

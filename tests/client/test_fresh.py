@@ -55,3 +55,11 @@ def test_huge_pages_are_left_alone_once_they_come_slowly(slow: bool, monkeypatch
     memory = fresh_memory(3 * CHUNK_BYTES)
     join()
     assert [advised_huge(memory, number * CHUNK_BYTES) for number in range(3)] == [True, not slow, not slow]
+
+
+def test_it_does_without_the_thread_where_none_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert len(fresh_memory(CHUNK_BYTES)) == CHUNK_BYTES
