@@ -36,7 +36,7 @@ from ckptd_client.restore import Restorer
 from ckptd_client.restored import Restored, Wish
 from ckptd_client.resume import resumed
 from ckptd_client.save import Save
-from ckptd_client.saving import OnError, OnFull, Saving
+from ckptd_client.saving import DUE, OnError, OnFull, Saving
 from ckptd_client.schedule import Appointments, Schedule
 from ckptd_client.settings import (
     LogRanks,
@@ -79,7 +79,8 @@ class Checkpointer:
     state during the next forward and backward, where that has proved safe. ``check``: how a mixture is looked for;
     ``"full"`` compares every byte. ``on_full``: with no free slot ``"wait"`` at most ``max_wait`` seconds and then
     skip, ``"skip"`` at once, or ``"fail"``; the last save before a stop waits in any case. Several ranks try fewer
-    saves from then on, all of them the same. ``rng``: include all random-number generators.
+    of the saves that are due from then on, all of them the same; and of all saves where they do not wait. ``rng``:
+    include all random-number generators.
     ``socket``: the daemon's, else ``$CKPTD_SOCKET``, else a private folder. ``on_error="raise"``: a failed save raises
     at the next :meth:`step`; else it is logged, and found on its handle. ``takeover``: take the run from a live owner.
     ``start_daemon=False``: where no daemon answers, wait for the one that somebody else runs. ``rank``, ``world``,
@@ -355,7 +356,7 @@ class Checkpointer:
         save = None
         if due:
             numbers = metrics_for_record({name: values.get(name) for name in metrics})
-            save = self._request(step, "due", numbers, last=stops)
+            save = self._request(step, DUE, numbers, last=stops)
         if stops and not self._saving.any_deferred:
             self.fence()
             raise stopping.Stopped(step)
@@ -375,8 +376,9 @@ class Checkpointer:
 
         Inside gradient accumulation the snapshot is taken at the next boundary, and the handle is ``deferred`` till
         then. A repeated save of a step returns the first one's handle. All ranks save the same steps. Several ranks
-        whose store is behind leave some of them out; ``pin`` and ``debug`` ones are tried in any case. ``debug``: for a
-        post-mortem, such as the state in which an anomaly was seen: restored by its step, or where there is no other.
+        that do not wait leave some out where the store is behind; ``pin`` and ``debug`` ones are tried in any case.
+        ``debug``: for a post-mortem, such as the state in which an anomaly was seen: restored by its step, or where
+        there is no other.
 
         Raises :class:`ckptd.errors.StateError` for a state that cannot be saved, before anything is written;
         :class:`UsageError` for a call out of order. Everything else that fails ends on the handle.

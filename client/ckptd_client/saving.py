@@ -21,6 +21,9 @@ from ckptd_client.spacing import Spacing
 OnFull = Literal["wait", "skip", "fail"]
 OnError = Literal["log", "raise"]
 
+DUE = "due"
+"""The reason of a save that the schedule asks for."""
+
 _log = logging.getLogger("ckptd")
 
 
@@ -102,7 +105,9 @@ class Saving:
         else:
             asked = _Asked(Save(version, reason, **kinds), metrics, last)
             self._handles.add(asked.save)
-            if not (last or any(kinds.values())) and (behind := self._left_out(step)):
+            # Who says "wait" and asks for a save, at the end of the training perhaps, is to have it.
+            wanted = last or any(kinds.values()) or (self._on_full == "wait" and reason != DUE)
+            if not wanted and (behind := self._left_out(step)):
                 # Of what was tried, each failure is told; what is not even tried is no news.
                 self._give_up(asked.save, self._full(behind), told=self._on_full == "fail")
                 return asked.save

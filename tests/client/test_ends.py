@@ -14,7 +14,7 @@ from ckptd.format.keys import Version
 from ckptd.wire.messages import Committed
 from ckptd_client.handles import HANDLES_KEPT, Handles, await_ends
 from ckptd_client.save import Save
-from ckptd_client.saving import Saving
+from ckptd_client.saving import DUE, OnFull, Saving
 
 
 def test_all_are_waited_for_where_one_has_failed() -> None:
@@ -78,15 +78,19 @@ def full() -> NoSlot:
     return NoSlot()
 
 
-@pytest.fixture
-def saving(full: NoSlot) -> Saving:
+def saving_of(full: NoSlot, world: int, on_full: OnFull) -> Saving:
     pulse = SimpleNamespace(phase=lambda _: contextlib.nullcontext())
     link: Any = SimpleNamespace(pulse=pulse, tell=lambda _: None)
     snapshots: Any = full
-    found = Saving(snapshots, Handles(lambda: None), link, 0, 1, on_full="skip", max_wait=7)
+    found = Saving(snapshots, Handles(lambda: None), link, 0, world, on_full=on_full, max_wait=7)
     life: Any = SimpleNamespace(generation=1, run="run")
     found.life = life
     return found
+
+
+@pytest.fixture
+def saving(full: NoSlot) -> Saving:
+    return saving_of(full, 1, "skip")
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -103,3 +107,18 @@ def test_a_pin_that_comes_too_late_is_told(saving: Saving, full: NoSlot, caplog:
     first = saving.request(10, "due", {})
     assert saving.request(10, "", {}, pin=True, debug=False) is first
     assert "step 10 was asked for before without pin=True" in caplog.text
+
+
+@pytest.mark.parametrize("on_full", ["wait", "skip", "fail"])
+def test_who_waits_and_asks_for_a_save_is_not_left_out(full: NoSlot, on_full: OnFull) -> None:
+    saving = saving_of(full, 2, on_full)
+    full.at_boundary = True
+    saving.request(1, DUE, {})
+    tried = len(full.waits)
+    for step in range(2, 4):
+        saving.request(step, DUE, {})
+    assert len(full.waits) < tried + 2, "some that are due are left out"
+    tried = len(full.waits)
+    for step in range(4, 20):
+        saving.request(step, "the end", {})
+    assert (len(full.waits) == tried + 16) == (on_full == "wait")
