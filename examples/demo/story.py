@@ -17,6 +17,7 @@ KILL_TRAINER_IN = 20
 KILL_BOTH_IN = 40
 STEPS_BEYOND = 2
 """So many steps are done after the save, and lost with the trainer, before the kill."""
+HALF = 0.5
 Say = Callable[[str], None]
 
 
@@ -77,9 +78,15 @@ def tell(stage: Stage, bytes_per_second: float, say: Say) -> Story:
 
 
 def await_write(stage: Stage, step: int) -> None:
-    """Until the trainer is some steps beyond this one, and a part of its bytes is on the way."""
-    stage.wait_for(lambda: stage.last_step() >= step + STEPS_BEYOND, f"step {step + STEPS_BEYOND}")
-    stage.wait_for(lambda: any(save["bytes_done"] for save in writes(stage, step)), f"the write of step {step}")
+    """Until a part of its bytes is on the way and the trainer some steps beyond this one; where it is slow, as others
+    use the machine, until half of them is."""
+
+    def far_enough() -> bool:
+        done = [save["bytes_done"] / save["bytes"] for save in writes(stage, step) if save["bytes_done"]]
+        return bool(done) and (stage.last_step() >= step + STEPS_BEYOND or done[0] >= HALF)
+
+    stage.wait_for(lambda: stage.last_step() >= step, f"step {step}")
+    stage.wait_for(far_enough, f"the write of step {step}")
 
 
 def moment(stage: Stage, step: int) -> Moment:
