@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
-WORKERS ?= 3
+WORKERS ?= 4
 # Hundreds of processes would else compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -41,6 +41,7 @@ def test_interrupted_training_equals_one_that_never_imported_ckptd(tmp_path: Pat
     assert differences(plain.folder, ours.folder) == []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_ranks_go_on_together(tmp_path: Path) -> None:
     """Under torchrun and gloo: they commit together, and restore together from storage."""

@@ -53,9 +53,11 @@ def united(of_ranks: list[dict[str, str]]) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("world", "source"),
     [
-        (1, "memory"),
         (3, "storage"),
-        *(pytest.param(*one, marks=pytest.mark.long) for one in [(2, "memory"), (3, "memory"), (4, "memory")]),
+        *(
+            pytest.param(*one, marks=pytest.mark.long)
+            for one in [(1, "memory"), (2, "memory"), (3, "memory"), (4, "memory")]
+        ),
         *(pytest.param(world, "storage", marks=pytest.mark.long) for world in (1, 2, 4)),
     ],
 )
