@@ -39,7 +39,7 @@ TINY = Settings(
     step_seconds=0.005,
 )
 SAVE_FIELDS = {"call", "fence", "durable", "lost", "memcpy", "undisturbed_step", "own_threads_cpu", "foreign_cores"}
-HERE = [*list(SUBJECTS)[:6], "dcp.async_save, thread, kept stager"]
+HERE = [*list(SUBJECTS)[:4], "dcp.async_save, thread, kept stager"]
 """The floors, ckptd, and a few peers that need nothing but this environment."""
 
 

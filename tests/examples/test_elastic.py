@@ -127,7 +127,8 @@ def launcher(tmp_path: Path, here: Daemon) -> Iterator[Launcher]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("hand_overs", [THERE_AND_BACK, pytest.param(TWICE, marks=pytest.mark.long)], ids=["", "twice"])
+@pytest.mark.long
+@pytest.mark.parametrize("hand_overs", [THERE_AND_BACK, TWICE], ids=["once", "twice"])
 def test_a_script_comes_back_smaller_and_larger(launcher: Launcher, here: Daemon, hand_overs: HandOvers) -> None:
     """A rank is lost at any step, and comes back at any step; the daemon survives, or does not."""
     seed = random.randrange(2**32)

@@ -38,6 +38,7 @@ def restored(folder: Path, rank: int) -> list[int]:
     return [line["restored"] for line in lines_of(folder / f"rank{rank}.jsonl") if "restored" in line]
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_is_started_anew_on_both_nodes(nodes: list[Node], tmp_path: Path) -> None:
     for node in nodes:
         start(node, tmp_path, "fails")

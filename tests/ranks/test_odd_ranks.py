@@ -96,7 +96,7 @@ def test_stages_whose_tied_parameters_differ_are_not_tied(ranks: Ranks, daemon: 
 # A rank's own
 
 
-@pytest.mark.parametrize("source", ["memory", "storage"])
+@pytest.mark.parametrize("source", [pytest.param("memory", marks=pytest.mark.long), "storage"])
 @pytest.mark.parametrize(("odd", "own"), [("experts", "expert"), ("flags", "seen")])
 def test_what_is_a_ranks_own_returns_to_that_rank_only(
     ranks: Ranks,
