@@ -11,11 +11,10 @@ import humanize
 
 from ckptd.arena import Arena, ArenaShape, SlotRecord, SlotState
 from ckptd.arena.memory import pages
-from ckptd.checkpoint.concurrency import in_thread
 from ckptd.daemon.fill import Fill
 from ckptd.daemon.memory import headroom_bytes
 from ckptd.daemon.owner import Owner
-from ckptd.daemon.ready import ReadyArenas
+from ckptd.daemon.ready import ReadyArenas, allocated
 from ckptd.errors import CkptdError, FormatError, ResourceError, RunInUse, UsageError
 from ckptd.format.records import Snapshot, decode
 from ckptd.limits import SLOTS_MAX
@@ -134,12 +133,7 @@ class Arenas:
         self._make_room(shape.size_bytes)
         self._reserved_bytes += shape.size_bytes
         try:
-            arena = Arena.create(shape)
-            try:
-                await in_thread(arena.allocate)
-            except BaseException:
-                arena.close()
-                raise
+            arena = await allocated(shape)
         finally:
             self._reserved_bytes -= shape.size_bytes
         return self._hold(arena, owner)

@@ -47,9 +47,24 @@ class _Entry:
     made: asyncio.Event = field(default_factory=asyncio.Event)
     arena: Arena | None = None
 
+    @property
+    def being_made(self) -> bool:
+        return self.begun and self.arena is None
+
     def fits(self, slots: int, slot_bytes: int) -> bool:
         """Neither too small, nor much too large."""
         return self.shape.slots == slots and slot_bytes <= self.shape.slot_bytes <= slot_bytes * WASTE_MAX
+
+
+async def allocated(shape: ArenaShape) -> Arena:
+    """A new arena with all of its memory. Raises :class:`ckptd.errors.ResourceError`."""
+    arena = Arena.create(shape)
+    try:
+        await in_thread(arena.allocate)
+    except BaseException:
+        arena.close()
+        raise
+    return arena
 
 
 class ReadyArenas:
@@ -84,17 +99,12 @@ class ReadyArenas:
 
     async def _make(self, entry: _Entry) -> None:
         entry.begun = True
-        arena = None
         try:
-            arena = Arena.create(entry.shape)
-            await in_thread(arena.allocate)
+            entry.arena = await allocated(entry.shape)
             log.info("an arena of %s is made ahead", humanize.naturalsize(entry.shape.size_bytes))
-            entry.arena, arena = arena, None
         except CkptdError as error:
             log.warning("no arena is made ahead: %s", first_line(error))
         finally:
-            if arena is not None:
-                arena.close()
             if entry.arena is None and entry in self._entries:
                 self._entries.remove(entry)
             entry.made.set()
@@ -120,13 +130,13 @@ class ReadyArenas:
     def not_needed(self, shape: ArenaShape) -> None:
         """A trainer that lives has handed in one of this shape."""
         for entry in self._entries:
-            if entry.shape == shape and (entry.arena is not None or not entry.begun):
+            if entry.shape == shape and not entry.being_made:
                 self._release(entry)
                 return
 
     def give_back(self) -> None:
         """Everything that nobody has taken."""
-        for entry in [entry for entry in self._entries if entry.arena is not None or not entry.begun]:
+        for entry in [entry for entry in self._entries if not entry.being_made]:
             self._release(entry)
 
     def _release(self, entry: _Entry) -> None:

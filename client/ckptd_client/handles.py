@@ -34,9 +34,9 @@ class Handles:
         with self._lock:
             self._saves[save.version] = save
             if len(self._saves) > HANDLES_KEPT:  # of those in flight there are few, and they are still to be moved on
-                over = next((version for version, known in self._saves.items() if known.done), save.version)
-                if over != save.version:
-                    del self._saves[over]
+                oldest = next((version for version, known in self._saves.items() if known.done), None)
+                if oldest is not None:
+                    del self._saves[oldest]
 
     def get(self, version: Version) -> Save | None:
         """The save of a version, where it is remembered."""

@@ -19,6 +19,7 @@ from ckptd.wire.messages import (
     ListOffers,
     MakeArena,
     Offers,
+    Request,
     SnapshotOffer,
 )
 from ckptd_client.link import DaemonLink
@@ -87,12 +88,16 @@ class ArenaSupply:
         borrowed = self._borrowed if offer.writable else self._shown
         if offer.arena not in borrowed:
             request = BorrowArena(arena=offer.arena, read_only=not offer.writable)
-            arena = Arena(self._link.ask_for_arena(request, seconds=ARENA_SECONDS), writable=offer.writable)
-            arena.hide_from_children()
-            if offer.writable:
-                self._pin(arena)
-            borrowed[offer.arena] = arena
+            borrowed[offer.arena] = self._mapped(request, writable=offer.writable)
         return borrowed[offer.arena]
+
+    def _mapped(self, request: Request, *, writable: bool) -> Arena:
+        """An arena that the daemon has already."""
+        arena = Arena(self._link.ask_for_arena(request, seconds=ARENA_SECONDS), writable=writable)
+        arena.hide_from_children()
+        if writable:
+            self._pin(arena)
+        return arena
 
     # The ring
 
@@ -131,15 +136,12 @@ class ArenaSupply:
         one made as by :meth:`grow_later`."""
         request = MakeArena(slots=self._slots, slot_bytes=slot_bytes, only_ready=True)
         try:
-            arena = Arena(self._link.ask_for_arena(request, seconds=ARENA_SECONDS))
+            self._ring = Ring(self._mapped(request, writable=True))
         except CkptdError as error:
             _log.debug("no arena was made ahead: %s", error)
             self.grow_later(slot_bytes)
             return
-        arena.hide_from_children()
-        self._pin(arena)
-        self._ring = Ring(arena)
-        self._maker.submit(arena.populate)
+        self._maker.submit(self._ring.arena.populate)
 
     def grow_later(self, slot_bytes: int) -> None:
         """The same, after :data:`DELAY_SECONDS`, or as soon as a save needs it."""
